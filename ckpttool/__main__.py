@@ -21,6 +21,7 @@ __all__ = ["main"]
 
 
 def _stop(signum: int, frame: Any) -> NoReturn:
+    """End the process at once with exit code 130, and say so; a handler of signals."""
     text = "interrupted; nothing was changed."
     if "--json" in sys.argv:
         os.write(1, f'{{"error": {{"kind": "Interrupted", "exit_code": 130, "message": "{text}"}}}}\n'.encode())
@@ -29,7 +30,8 @@ def _stop(signum: int, frame: Any) -> NoReturn:
 
 
 def main() -> None:
-    """`cli.main.main`."""
+    """Run the command line (`cli.main.main`). Until its modules are imported, a signal ends the process with exit code
+    130."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         if signal.getsignal(number) is not signal.SIG_IGN:  # nohup
             signal.signal(number, _stop)

@@ -35,7 +35,8 @@ def parse(data: bytes, what: str) -> Any:
         what: file name, for messages.
 
     Raises:
-        Corrupt: not JSON. Unsafe: a key twice, nested deeper than MAX_DEPTH, or a bomb (see `refuse_bomb`).
+        Corrupt: not JSON.
+        Unsafe: a key twice, nested deeper than MAX_DEPTH, or a text that would fill the memory (`refuse_bomb`).
     """
     refuse_bomb(data, what)
     try:
@@ -49,19 +50,27 @@ def parse(data: bytes, what: str) -> Any:
 
 
 def encode(data: object, **layout: Any) -> bytes:
-    """Write JSON in UTF-8, with the arguments of `json.dumps` for its layout.
+    """Write data as JSON in UTF-8.
 
     Names and texts of a checkpoint may hold half of a surrogate pair, which UTF-8 has no bytes for: it becomes a JSON
     escape.
+
+    Args:
+        data: what `json.dumps` can write.
+        layout: further arguments of `json.dumps`, such as `indent`.
     """
     return json.dumps(data, ensure_ascii=False, **layout).encode("utf-8", "backslashreplace")
 
 
 def refuse_bomb(data: bytes, what: str) -> None:
-    """Refuse a text that would take far more memory than its own length, or that is nested too deep.
+    """Refuse a JSON text that would take far more memory than its own length, or that is nested too deep.
+
+    Args:
+        data: the whole text, before it is parsed.
+        what: file name, for messages.
 
     Raises:
-        Unsafe: with the numbers.
+        Unsafe: it would, or it is nested deeper than MAX_DEPTH levels; with the numbers.
     """
     structure, strings = _outside_strings(data)
     lists, objects, keys = structure.count(b"["), structure.count(b"{"), structure.count(b":")
@@ -78,7 +87,8 @@ def refuse_bomb(data: bytes, what: str) -> None:
 
 
 def _outside_strings(data: bytes) -> tuple[bytes, int]:
-    """Find the characters []{},: that are not in a string, and count the strings: (characters, strings)."""
+    """Return (the characters []{},: of a JSON text that are not in a string, in order; how many strings there are, an
+    estimate where the text is no JSON)."""
     if b"\\" in data:
         data = data.replace(rb"\\", b"").replace(rb"\"", b"")
     strings = data.count(b'"') // 2
@@ -89,7 +99,7 @@ def _outside_strings(data: bytes) -> tuple[bytes, int]:
 
 
 def _refuse_twins(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Make an object of its pairs.
+    """Make a dict of the (key, value) pairs of one JSON object; a hook of `json.loads`.
 
     Raises:
         Unsafe: a key is there twice.

@@ -240,13 +240,13 @@ EXIT_CODES: tuple[tuple[int, str], ...] = (
 
 
 def kind_of(e: CkpttoolError) -> str:
-    """Get the name of an error's class; if it is not one of this module, that of the nearest one above it."""
+    """Return the name of an error's class, or of the nearest class above it that this module defines."""
     return next(c.__name__ for c in type(e).__mro__ if c.__name__ in __all__)
 
 
 def kind_of_failure(e: OSError, otherwise: type[CkpttoolError] = CkpttoolError) -> type[CkpttoolError]:
-    """Choose the class of the error for a failed system call: what is not permitted, and a full disk, are no fault of
-    the file."""
+    """Choose the class of the error for a failed system call: `NotPermitted` or `NoSpace` where the user's permissions
+    or a full disk are the reason, and `otherwise` for any other."""
     if e.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
         return NotPermitted
     return NoSpace if e.errno in (errno.ENOSPC, errno.EDQUOT) else otherwise
@@ -276,11 +276,12 @@ class CommandLine:
 
     @property
     def flags(self) -> Collection[str]:
-        """List its options."""
+        """Return the options of the command, as typed ("--force"); empty where they are not known."""
         return self._flags
 
     def owner(self, flag: str) -> str | None:
-        """Find a command that has an option which this one lacks; None where only Python has it."""
+        """Return a command that has an option (`flag`, "--force") which this command lacks: "ckpttool convert" here. A
+        subclass may look it up, and return None where no command has the option."""
         return "ckpttool convert"
 
 
@@ -289,8 +290,12 @@ _command: CommandLine | None = None
 
 @contextmanager
 def name_flags(command: CommandLine | None = None) -> Iterator[None]:
-    """Make messages inside name options as the command line does; the process is one program then. An option that
-    `command` lacks is named with a command that has it."""
+    """While the block runs, make messages name options as the command line does (`--world-size 0`), in all threads.
+
+    Args:
+        command: the command that runs; an option that it lacks is named together with a command that has it. Where
+            None, every option is taken for one of the command.
+    """
     global _command
     before, _command = _command, command or CommandLine()
     try:
@@ -300,8 +305,8 @@ def name_flags(command: CommandLine | None = None) -> Iterator[None]:
 
 
 def get_named_flags() -> list[str] | None:
-    """List the options of the command where `name_flags` is in effect, None where it is not: for those who start
-    processes whose messages are shown too."""
+    """Return the options of the command ([] if they are not known) where `name_flags` is in effect; None where it is
+    not. Processes that are started, and whose messages are shown too, are given this list."""
     return None if _command is None else list(_command.flags)
 
 
@@ -309,13 +314,14 @@ _changed = ""
 
 
 def note_change(what: str) -> None:
-    """Keep in mind what a run has changed for good: an interrupt that comes later says it."""
+    """Keep in mind what a run has changed for good, as a sentence (`what`): the message of an interrupt that comes
+    later repeats it."""
     global _changed
     _changed = what
 
 
 def get_change() -> str:
-    """Get what was given to `note_change` last; "" if nothing was."""
+    """Return the sentence that was given to `note_change` last; "" if none was."""
     return _changed
 
 

@@ -28,13 +28,18 @@ _EXTRA = {
 
 
 def is_installed(package: str) -> bool:
-    """Tell whether a package can be imported; it is not imported."""
+    """Tell whether a package can be imported, by the name that `import` takes; it is not imported."""
     return find_spec(package) is not None
 
 
 def explain_missing_package(what: str, *packages: str, why: str = "") -> MissingPackage:
-    """Make the error for `what`, the subject of the sentence, which needs `packages` that all come with one extra;
-    `why` they cannot be imported, where they are installed."""
+    """Make the error for packages that are missing; it is returned and not raised.
+
+    Args:
+        what: what needs them, the subject of the sentence ("loading into a live job").
+        packages: at least one name that `import` takes; all come with one extra of ckpttool.
+        why: why they cannot be imported; "" if they are just not installed. Ignored unless all of them are installed.
+    """
     *first, last = (p.replace("_", "-") for p in packages)
     names = f"{', '.join(first)} and {last}" if first else last
     state = f"cannot be imported ({why})" if why and all(map(is_installed, packages)) else "not installed"
@@ -43,7 +48,11 @@ def explain_missing_package(what: str, *packages: str, why: str = "") -> Missing
 
 
 def require_packages(what: str, *packages: str) -> None:
-    """Refuse to start `what` where packages that it needs are missing.
+    """Refuse to start something where packages that it needs are not installed.
+
+    Args:
+        what: what needs them, the subject of the sentence ("loading into a live job").
+        packages: names that `import` takes, which all come with one extra of ckpttool.
 
     Raises:
         MissingPackage: with the command that installs them.

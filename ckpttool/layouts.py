@@ -119,12 +119,15 @@ class ReadOptions(ModelHints):
 
 
 def known_orders(options: ReadOptions) -> Orders | None:
-    """Return what gives the order of the parameters of a model: the caller, or the config; None if neither does."""
+    """Return a function that gives the order of the parameters of a model: the caller's own (`ReadOptions.orders`), or
+    one that sorts them as the model of `ReadOptions.config` has them; None if neither was given."""
     if options.orders is not None or options.config is None:
         return options.orders
     given = options.config
 
     def of_config(model: Mapping[str, object]) -> list[Mapping[str, object]]:
+        """Return the one order that the config gives to {FQN: leaf} of a model, in a list; the order that they have
+        where the config is of a model with other names."""
         try:
             return [model_names.sort_by_module_order(model, model_names.load_config(given))]
         except Unsupported:  # other names: the order of the state dict is what there is
@@ -155,11 +158,12 @@ class WriteOptions(ModelHints):
     tree: Callable[[dict[Path, object]], dict[Path, object]] | None = None
 
     def of(self, kind: type[T]) -> T:
-        """Return the layout's own options, or the defaults of `kind`."""
+        """Return the layout's own options if they are an instance of `kind`; otherwise a `kind` with its defaults."""
         return self.own if isinstance(self.own, kind) else kind()
 
     def ranks(self, ckpt: Checkpoint) -> int:
-        """Return the number of ranks of the job that will load what is written.
+        """Return the number of ranks of the job that will load what is written: the one that was asked for, or that of
+        the source.
 
         Raises:
             UsageError: no world size was given and the source has none.
@@ -173,8 +177,15 @@ class WriteOptions(ModelHints):
 def tree_of(
     leaves: dict[Path, object], origin: Mapping[Path, Path], same: object, options: WriteOptions
 ) -> tuple[dict[Path, object], list[str]]:
-    """Return (the tree that a layout of trees writes, notes) of the leaves of a state: that of the source, or the one
-    asked for."""
+    """Return (the nested state that a layout writes as {path of a leaf: leaf}, notes for people): at the paths that a
+    job asks for (`WriteOptions.tree`), or else at those that the source had.
+
+    Args:
+        leaves: {canonical path: leaf} of the state.
+        origin: {canonical path: path that the source had}.
+        same: function of two tensor leaves that tells whether they are the same tensor; None where nobody can tell.
+        options: what the caller of the writer asked for.
+    """
     return (options.tree(leaves), []) if options.tree is not None else restore_own_tree(leaves, origin, same)
 
 
@@ -252,16 +263,18 @@ class Layout:
 
     @property
     def of_weights(self) -> bool:
-        """Whether it holds the weights of a model and nothing else, unless an option asks for more."""
+        """Return whether it holds the weights of a model and nothing else, unless an option asks for more."""
         return self.holds(None) == {"model"}
 
 
 def late(where: str) -> Callable[..., Any]:
-    """Return a function that is imported when it is called. `where` is written like an entry point:
-    "package.module:function".
+    """Return a function that imports the real one when it is called, and passes on its arguments and result.
 
     What writes a layout is named so: a command that reads one checkpoint loads the modules of all layouts, to detect
     its own.
+
+    Args:
+        where: written like an entry point, "package.module:function".
     """
     module, _, name = where.partition(":")
     return lambda *args, **options: getattr(import_module(module), name)(*args, **options)
@@ -270,7 +283,20 @@ def late(where: str) -> Callable[..., Any]:
 def checkpoint_of(
     named: CanonicalState, layout: str, root: str, world: int | None, files: list[str], source: Source
 ) -> Checkpoint:
-    """Make a Checkpoint of named leaves: TensorEntry, or Value, or plain data."""
+    """Make a Checkpoint, the index of a checkpoint, of the named leaves of a state.
+
+    Args:
+        named: {canonical path: leaf}, where a leaf is a TensorEntry, a Composite, a Value or plain data; and where each
+            came from.
+        layout: name of the layout that was read.
+        root: folder or URL of the checkpoint.
+        world: number of ranks that wrote it; None if it is not known.
+        files: names of its files below `root`; entries refer to them by position.
+        source: what the files are read from; it is asked for their sizes.
+
+    Raises:
+        Corrupt: two leaves have one name, or a file is missing.
+    """
     out = Checkpoint(layout, root, world, files, [source.size(f) for f in files], {}, {})
     for path, leaf in sorted(named.leaves.items(), key=lambda kv: COMPONENTS.index(str(kv[0][0]))):
         name = joined(path)
@@ -287,24 +313,30 @@ def checkpoint_of(
 
 
 def layouts() -> dict[str, Layout]:
-    """Return every layout by name, built-in ones first."""
+    """Return a new dict {name: layout} of every layout, built-in ones first."""
     return dict(_loaded())
 
 
 def _loaded() -> dict[str, Layout]:
-    """Return the layouts themselves, which nobody changes: for questions that are asked about every file."""
+    """Return {name: layout}, the cached dict itself, which callers must not change: for questions that are asked about
+    every file."""
     return _load_layouts(BUILT_IN, tuple(sys.path))
 
 
 @cache
 def _load_layouts(built_in: tuple[str, ...], path: tuple[str, ...]) -> dict[str, Layout]:
-    """Import the modules of the layouts, and those of packages below these paths."""
+    """Import all layouts and return {name: layout}, built-in ones first; cached.
+
+    Args:
+        built_in: names of the modules that have a LAYOUTS.
+        path: folders of `sys.path` in which other packages are looked for.
+    """
     found = {layout.name: layout for module in built_in for layout in import_module(module).LAYOUTS}
     return found | _layouts_of_packages(path)
 
 
 def _known_trees() -> list[trainer_trees.TrainerTree]:
-    """List the trees of trainers that the layouts describe."""
+    """List how the state dicts of trainers are told apart by their keys, for every layout that says so."""
     return [x.program.tree for x in layouts().values() if x.program.tree is not None]
 
 
@@ -317,8 +349,8 @@ class LayoutWarning(UserWarning):
 
 @cache
 def _layouts_of_packages(path: tuple[str, ...]) -> dict[str, Layout]:
-    """Return the layouts of other packages, by name. One that cannot be loaded, or whose name is taken, is left out,
-    with a warning that names it."""
+    """Return {name: layout} of other packages, in the folders of `path`. One that cannot be loaded, or whose name is
+    taken, is left out, with a warning that names it."""
     if not _any_registered(path):
         return {}
     from importlib.metadata import entry_points
@@ -345,13 +377,13 @@ def _layouts_of_packages(path: tuple[str, ...]) -> dict[str, Layout]:
 
 
 def _warn_left_out(what: str) -> None:
-    """Warn about a layout of another package that is left out."""
+    """Warn about a layout of another package that is left out; `what` says why, as a sentence without its full stop."""
     warnings.warn(f"{what}. It is left out.", LayoutWarning, stacklevel=2)
 
 
 def _any_registered(path: Iterable[str]) -> bool:
-    """Say whether some installed package may have an entry point of ours; importlib.metadata takes 30 times longer to
-    say so."""
+    """Tell whether some package in these folders of `sys.path` may have an entry point of the group "ckpttool.layouts";
+    importlib.metadata takes 30 times longer to find out."""
     if any(hasattr(finder, "find_distributions") for finder in sys.meta_path if finder is not PathFinder):
         return True
     for folder in path:
@@ -392,42 +424,48 @@ def find(name: str) -> Layout:
 
 
 def read_as(name: str | None) -> Layout | None:
-    """Return the layout that `Checkpoint.layout` names; None where no layout is named so."""
+    """Return the layout that has this name, or reads checkpoints of this name (`Checkpoint.layout`); None where there
+    is none."""
     return next((x for x in _loaded().values() if name == x.name or name in x.reads_as), None)
 
 
 def program_of(name: str | None) -> Program:
-    """Return what is known of the program behind the layout that `Checkpoint.layout` names: nothing where no layout is
-    named so."""
+    """Return what is known of the program that writes a layout, by the name in `Checkpoint.layout`; an empty `Program`
+    where no layout has that name."""
     found = read_as(name)
     return Program() if found is None else found.program
 
 
 def state_files() -> tuple[StateFile, ...]:
-    """List the files that trainers write next to those of a layout."""
+    """List the files that trainers write next to those of a layout, for all layouts."""
     return tuple(file for layout in _loaded().values() for file in layout.program.state_files)
 
 
 def with_tree_of(trainer: str | None) -> Layout | None:
-    """Return the layout of the trainer that is known by the keys of its tree (`Checkpoint.trainer`); None where there
-    is none."""
+    """Return the layout of a trainer, by the name in `Checkpoint.trainer` that its state dicts are recognised by; None
+    where there is none."""
     return next((x for x in layouts().values() if x.program.tree and x.program.tree.name == trainer), None)
 
 
 def for_trainers() -> dict[str, tuple[Layout, ForTrainer]]:
-    """Return {what `--for` calls a program: (the layout that it resumes from, more about it)}, those with directories
-    of their own first."""
+    """Return {name that `--for` takes: (the layout that the program resumes from, what is known of the program)};
+    programs whose layout is a trainer's own directory come first."""
     rows = [(layout, program) for layout in layouts().values() for program in layout.program.resumed_by]
     rows.sort(key=lambda row: (not row[0].of_trainer, "" if row[0].of_trainer else row[1].name))
     return {program.name: (layout, program) for layout, program in rows}
 
 
 def target_of(to: str | None, dst: str | os.PathLike[str]) -> Layout:
-    """Return the layout to write: the one that was named, or the one whose suffix the name of the destination has. A
-    folder layout that can be one file is one where the name says so.
+    """Return the layout to write: the one that was named, or the one whose suffix the name of the destination has.
+    Where a layout can be a folder or one file, the suffix decides which.
+
+    Args:
+        to: name or alias of a layout; None to go by the destination.
+        dst: path or URL of the destination.
 
     Raises:
-        UsageError: neither is known, or a folder is named like a file.
+        UsageError: there is no such layout, the name of the destination tells none, or a folder would be named like a
+            file.
     """
     text = os.fspath(dst)
     known = layouts().values()
@@ -453,14 +491,15 @@ def writable() -> list[str]:
 
 
 def flags_of(layout: Layout) -> dict[str, Field[object]]:
-    """Return {option of the command line: field of `Layout.options`}, of fields that were made with `option`."""
+    """Return {option of the command line ("--max-shard-size"): field of `Layout.options`} for the fields that were made
+    with `option`; {} if the layout has no options."""
     made = [f for f in fields(layout.options) if "help" in f.metadata] if layout.options else []
     return {f.metadata["flag"] or "--" + f.name.replace("_", "-"): f for f in made}
 
 
 def type_of(layout: Layout, option: Field[object]) -> type:
-    """Return bool, int, float or str: the type of a field of `Layout.options`, which may be written as a class or as
-    its name, and `| None`."""
+    """Return the type of a field of `Layout.options`: bool, int or float, and str for any other; `| None` is
+    ignored."""
     try:
         hint: object = get_type_hints(layout.options)[option.name]
     except NameError:  # of a name that only a type checker has imported
@@ -470,7 +509,11 @@ def type_of(layout: Layout, option: Field[object]) -> type:
 
 
 def options_of(target: Layout, given: Mapping[str, object]) -> object:
-    """Make the options of a layout of {flag: value} of the command line; None if none were given.
+    """Make the options of a layout from those of the command line; None if none were given.
+
+    Args:
+        target: the layout that is written.
+        given: {option: value}, such as {"--max-shard-size": 5000000000}.
 
     Raises:
         UsageError: one of them belongs to other layouts.
@@ -486,10 +529,13 @@ def options_of(target: Layout, given: Mapping[str, object]) -> object:
 
 
 def place(path: str | os.PathLike[str]) -> Place:
-    """Open the place of a path or URL.
+    """Open the folder, the file, or the objects of a store at a path or URL.
 
     Raises:
+        UsageError: the path is empty, or the URL is of no known store.
         NotRecognised: nothing is there.
+        NotPermitted: the user may not look there.
+        RemoteError: the store fails.
     """
     if not os.fspath(path):
         raise UsageError("The path is empty: an empty string names no file or folder.")
@@ -525,7 +571,8 @@ _MOST_LISTED = 10_000
 
 
 def _missing_hint(path: str) -> str:
-    """Return what else somebody may mean by a path at which nothing is, as a sentence; "" where nothing is known."""
+    """Return a sentence that begins with a space and says what somebody may have meant by a path at which nothing is;
+    "" where nothing comes to mind."""
     if _NO_URL.match(path):
         return " The URL of a store has two slashes, as in s3://bucket/folder."
     if path == "-":
@@ -546,8 +593,16 @@ def _missing_hint(path: str) -> str:
 
 
 def _open_remote(url: str, is_folder: bool) -> Place:
-    """Open an object, or the objects below a prefix. The branch of a repository on the Hub may have slashes in its
-    name."""
+    """Open one object of a store, or all objects below a prefix; of the Hub also where the branch in the URL has
+    slashes.
+
+    Args:
+        url: without a slash at its end.
+        is_folder: the URL is known to be a folder's, so no object of that name is looked for.
+
+    Raises:
+        NotRecognised: nothing is there.
+    """
     for spelled in (url, *_longer_revisions(url)):
         if found := _open_object_or_prefix(spelled, is_folder):
             return found
@@ -558,7 +613,8 @@ def _open_remote(url: str, is_folder: bool) -> Place:
 
 
 def _longer_revisions(url: str) -> list[str]:
-    """List the spellings of hf://org/name@a/b/c in which more than "a" is the revision."""
+    """List the other readings of hf://org/name@a/b/c, as URLs: those in which the revision is "a/b" or "a/b/c" instead
+    of "a"; [] for other URLs."""
     repository, at, rest = url.partition("@")
     parts = rest.split("/")
     if not url.startswith("hf://") or not at or parts[0] == "refs":
@@ -567,7 +623,12 @@ def _longer_revisions(url: str) -> list[str]:
 
 
 def _open_object_or_prefix(url: str, is_folder: bool) -> Place | None:
-    """Open an object, or the objects below a prefix; None where there is neither."""
+    """Open one object of a store, or all objects below a prefix; None where there is neither.
+
+    Args:
+        url: without a slash at its end.
+        is_folder: do not look for an object of that name.
+    """
     folder, name = urls.split_url(url)
     if not is_folder and name and folder.count("/") >= 2:  # no bucket alone
         source = remote.RemoteSource(folder)
@@ -583,11 +644,12 @@ def _open_object_or_prefix(url: str, is_folder: bool) -> Place | None:
 
 
 def detect(where: Place) -> Layout:
-    """Return the one layout of a place.
+    """Return the one layout that recognises a place; one of a trainer's directory outranks the others.
 
     Raises:
-        NotRecognised: with what each layout looked for.
-        Unsupported: more than one layout matches.
+        NotRecognised: none does; with what each of them looked for.
+        Unsupported: more than one does.
+        Unsafe, Corrupt, RemoteError: as the readers of names and first bytes raise them.
     """
     answers = [(layout, *layout.detect(where)) for layout in layouts().values()]
     yes = [(layout, why) for layout, is_it, why in answers if is_it]
@@ -607,7 +669,12 @@ def detect(where: Place) -> Layout:
 
 
 def _list_reasons(answers: Iterable[tuple[Layout, bool, str]]) -> str:
-    """Write a line for each reason, with the layouts that have it; those that several have come last."""
+    """Return a text with a line for each reason why layouts do not recognise a place, and the layouts that have it;
+    reasons that several share come last.
+
+    Args:
+        answers: (layout, whether it recognises the place, why).
+    """
     names: dict[str, list[str]] = {}
     for layout, _, why in answers:
         names.setdefault(why, []).append(layout.name)

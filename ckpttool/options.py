@@ -65,7 +65,13 @@ Progress = Callable[[str, int, int], None]
 
 
 def silent(what: str, done: int, total: int) -> None:
-    """Say nothing: a `Progress`."""
+    """Ignore a report of progress: the `Progress` that is used where nobody wants to know.
+
+    Args:
+        what: what is done.
+        done: bytes done so far.
+        total: bytes in all.
+    """
 
 
 def option(
@@ -406,7 +412,8 @@ class PullKeywords(_ForRanks, _Filling, ReadKeywords, total=False):
 
 
 def split_keywords(keywords: Mapping[str, object]) -> tuple[OpenOptions, WriteRequest, RunOptions]:
-    """Sort the keywords of a conversion into how to read, what to write, and how to carry it out.
+    """Make the three requests of a conversion from its keywords: (how to read, what to write, how to carry it out). A
+    keyword that is missing has the default of its field, and one that is no field of theirs is ignored.
 
     Raises:
         UsageError: the value of one makes no sense.
@@ -420,11 +427,14 @@ def split_keywords(keywords: Mapping[str, object]) -> tuple[OpenOptions, WriteRe
 
 
 def list_keywords(function: F, others: tuple[Any, ...] = ()) -> F:
-    """Decorate a function with `**keywords: Unpack[...]` of one of the classes above, or of one whose fields are in the
-    requests `others`.
+    """Decorate a function that takes `**keywords: Unpack[K]`, so that its signature lists these keywords one by one,
+    for help() and TAB. A keyword that is not listed is then a TypeError that names the function.
 
-    Its signature lists these keywords one by one, for help() and TAB, and another keyword is a TypeError that names the
-    function.
+    K is a TypedDict whose keys are fields of OpenOptions, WriteRequest or RunOptions, which the defaults are taken
+    from.
+
+    Args:
+        others: further dataclasses that a key of K may be a field of; they are looked at first.
     """
     own = inspect.signature(function)
     explicit = [p for p in own.parameters.values() if p.kind is not p.VAR_KEYWORD]

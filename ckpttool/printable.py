@@ -19,26 +19,31 @@ __all__ = ["Shown", "count_noun", "list_first", "printable", "printable_json", "
 
 
 def printable(text: str) -> str:
-    """Write a text as one line: each character that does not print, line ends too, as an escape."""
+    """Return a text as one line: each character that does not print, line ends too, becomes an escape."""
     if text.isprintable():
         return text
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode("ascii") for c in text)
 
 
 def printable_lines(text: str) -> str:
-    """Write a text of several lines with escapes for what does not print; line ends stay."""
+    """Return a text of several lines with an escape for each character that does not print; line ends stay."""
     return "\n".join(map(printable, text.split("\n")))
 
 
 def printable_json(data: Any, default: Callable[[Any], Any] | None = None) -> str:
-    """Write data as JSON, indented; readable beyond ASCII, with \\u escapes for what does not print. `default` is that
-    of json.dumps."""
+    """Return data as indented JSON: letters of every script stay as they are, and what does not print becomes an escape
+    of JSON.
+
+    Args:
+        default: what makes plain data of objects that JSON has no form for, as in `json.dumps`; where None, such an
+            object is a TypeError.
+    """
     text = json.dumps(data, indent=1, ensure_ascii=False, default=default)
     return "\n".join(line if line.isprintable() else _escape_as_json(line) for line in text.split("\n"))
 
 
 def _escape_as_json(line: str) -> str:
-    """Escape what does not print in a line of JSON."""
+    """Return a line of JSON with a JSON escape for each character that does not print."""
     return "".join(c if c.isprintable() else json.dumps(c)[1:-1] for c in line)
 
 
@@ -65,7 +70,7 @@ class Shown:
     """A result that people look at: its `lines` are its text, and what a notebook shows."""
 
     def lines(self) -> Iterator[str]:
-        """Yield what to print, line by line."""
+        """Yield the text of the result, line by line, without line ends. Subclasses define it."""
         raise NotImplementedError
 
     def __str__(self) -> str:

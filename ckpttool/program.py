@@ -133,41 +133,47 @@ class Advice:
         return shlex.quote(self.path)
 
     def convert(self, options: str) -> str:
-        """Return the command that converts it to OUT with these options."""
+        """Return the command line that converts the checkpoint to OUT, with these options ("--to hf") at its end."""
         return f"ckpttool convert {self.quoted} OUT {options}"
 
     @cached_property
     def components(self) -> frozenset[str]:
-        """Return the components that it has tensors of."""
+        """Return the components that the checkpoint has tensors of: some of "model", "optim" and the others."""
         return frozenset(str(t.path[0]) for t in self.ckpt.tensors.values())
 
     @property
     def has_optimizer(self) -> bool:
-        """Say whether it holds the state of an optimizer, also one that could not be named."""
+        """Tell whether the checkpoint holds the state of an optimizer, also one whose parameters could not be named."""
         return "optim" in self.components or bool(unnamed_optimizer_state(self.ckpt))
 
     @cached_property
     def adapter(self) -> lora.AdapterShape | None:
-        """Return the adapter in its weights; None where there is none."""
+        """Return the LoRA adapter among the weights; None where there is none."""
         return lora.find_lora(self.ckpt)
 
     @property
     def ranks(self) -> str:
-        """Return the world size at which it was saved, in words."""
+        """Return the world size at which it was saved, as words: "8 ranks"; "the world size that wrote it" where it is
+        not known."""
         world = self.ckpt.world_size
         if world is None:
             return "the world size that wrote it"
         return "1 rank" if world == 1 else f"{world} ranks"
 
     def export_advice(self, more: str = "") -> str:
-        """Return "for transformers: ckpttool convert ... --to hf", or "for PEFT: ckpttool adapter extract ..." if it
-        holds an adapter only. `more`: further options for `--to hf`, beginning with a space."""
+        """Return one line with the command that makes a Hugging Face model of it, or of a checkpoint that holds an
+        adapter alone, the command that writes the adapter for PEFT.
+
+        Args:
+            more: further options for `--to hf`, beginning with a space.
+        """
         if self.adapter is not None and self.adapter.alone:
             return f"for PEFT: ckpttool adapter extract {self.quoted} OUT"
         return f"for transformers: {self.convert(f'--to hf{more}')}"
 
     def extract_adapter(self) -> str:
-        """Return the commands for the adapter of a model, by itself and merged into the weights."""
+        """Return one line with two commands: one that writes the adapter of a model by itself, and one that merges it
+        into the weights."""
         return (
             f"its adapter for PEFT: ckpttool adapter extract {self.quoted} OUT; merged: ckpttool adapter merge "
             f"{self.quoted} OUT"

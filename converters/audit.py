@@ -45,7 +45,8 @@ _ZSTD, _AGE = b"\x28\xb5\x2f\xfd", b"age-encryption.org/"
 
 
 def detect(where: Place) -> tuple[bool, str]:
-    """Say whether a place is a zstd file with the name of an archive, or an encrypted one."""
+    """Return whether a place is a zstd file with the name of an archive, or an encrypted one; and, as text, why or why
+    not."""
     source, file = where
     if file is None:
         return False, f"one {SUFFIX} file; this is a folder"
@@ -58,10 +59,10 @@ def detect(where: Place) -> tuple[bool, str]:
 
 
 def mount(where: Place) -> Place:
-    """Return the members of the archive as files.
+    """Return the members of the archive as a folder of files.
 
     Raises:
-        UsageError: it is encrypted.
+        UsageError: it is encrypted. Corrupt, Unsafe: it is damaged, or no archive of ckpttool.
     """
     from ckpttool.audit.archive import Archive
 
@@ -81,7 +82,7 @@ def mount(where: Place) -> Place:
 
 
 def read(where: Place, options: ReadOptions) -> Checkpoint:
-    """Return the index of an archive, of its manifest and values.json.
+    """Return the index of an archive that was mounted, by its manifest and values.json.
 
     Raises:
         Corrupt, Unsafe: the records contradict each other.
@@ -122,7 +123,12 @@ def read(where: Place, options: ReadOptions) -> Checkpoint:
 
 
 def _check_paths(ckpt: Checkpoint, source: Archive) -> None:
-    """Refuse values of components that there are not, or at places where a tensor is."""
+    """Refuse values of components that there are not, or at places where a tensor is; and components that
+    PROVENANCE.json does not list.
+
+    Raises:
+        Corrupt: with the first such path.
+    """
     from ckpttool.audit import archive_plan as plan
     from ckpttool.audit import tarball
 
@@ -144,7 +150,9 @@ def write(ckpt: Checkpoint, source: Source, options: WriteOptions) -> Draft:
     """Draft one archive.
 
     Raises:
-        Unsupported: a value is of no kind that values.json holds.
+        Unsupported: a value is of no kind that values.json holds. UsageError: the destination is not named as an
+            archive.
+        MissingPackage: what encrypts or signs is not installed.
     """
     from ckpttool.audit import archive_plan as plan
     from ckpttool.audit import manifest as records
@@ -185,7 +193,11 @@ def write(ckpt: Checkpoint, source: Source, options: WriteOptions) -> Draft:
 
 
 def _check_target(target: str, own: ArchiveOptions) -> None:
-    """Refuse a name that is not that of an archive, and a key that cannot sign: before anything is copied."""
+    """Refuse a name that is not that of an archive, and a key that cannot sign, before anything is copied.
+
+    Raises:
+        UsageError: the name or the key is wrong. MissingPackage: what encrypts or signs is not installed.
+    """
     suffix = ENCRYPTED if own.recipients else SUFFIX
     if not target.endswith(suffix) or target == suffix:
         kind = "an encrypted archive" if own.recipients else "an archive"
@@ -219,7 +231,13 @@ class _Writing:
     sent: int = 0  # bytes of the archive so far
 
     def open_sink(self, write: Callable[[bytes | memoryview], None], jobs: int, earlier: EarlierFile | None) -> Sink:
-        """Open what compresses the members, and encrypts them where there are recipients."""
+        """Open what compresses the members, and encrypts them where there are recipients.
+
+        Args:
+            write: takes the bytes of the archive, in order.
+            jobs: threads that compress.
+            earlier: what an interrupted write left; None where it begins anew.
+        """
         from ckpttool.audit.encryption import Encryptor
         from ckpttool.audit.frame_writer import FrameWriter
 
@@ -241,7 +259,12 @@ class _Writing:
         return _EncryptedSink(frames, seal) if seal else frames
 
     def write_tail(self, draft: Draft, digests: Mapping[str, Any]) -> bytes:
-        """Return the small files, which hold the hashes of all others; `draft` gets the summary of the archive."""
+        """Return the end of the archive: the small files, which hold the hashes of all others. `draft` gets the summary
+        of the archive; `digests` are {tensor: digest}.
+
+        Raises:
+            Unsupported: a record would be refused when it is read.
+        """
         from ckpttool.audit import archive_plan as plan
         from ckpttool.audit import manifest as records
         from ckpttool.audit import provenance, tarball
@@ -287,7 +310,16 @@ class _Writing:
 
 
 def _refuse_unreadable(name: str, data: bytes, archive_bytes: int) -> None:
-    """Refuse to write a record that would be refused when it is read."""
+    """Refuse to write a record (a small JSON file of the archive) that would be refused when it is read.
+
+    Args:
+        name: of the record.
+        data: its bytes.
+        archive_bytes: bytes of the archive before it, by which its size is limited.
+
+    Raises:
+        Unsupported: it is too large or too deep.
+    """
     from ckpttool.audit.manifest import max_record_bytes
 
     most = max_record_bytes(archive_bytes)
@@ -305,7 +337,11 @@ def _refuse_unreadable(name: str, data: bytes, archive_bytes: int) -> None:
 
 
 def _sign(files: Sequence[tuple[str, str]], name: str, how: ArchiveOptions) -> bytes:
-    """Return the signature of files, of which their SHA-256 are given."""
+    """Return the signature of files, each (name, SHA-256 in hex), by the key in `how`. `name` is that of the archive.
+
+    Raises:
+        UsageError: a key or certificate is not what it should be. MissingPackage: model-signing is not installed.
+    """
     from ckpttool.audit import signing
 
     assert how.key is not None
@@ -321,11 +357,11 @@ class _EncryptedSink:
 
     @property
     def at(self) -> int:
-        """Return how many bytes were appended."""
+        """Return how many bytes were appended, before compression."""
         return self.frames.at
 
     def resumable(self) -> bool:
-        """Say that it cannot go on where it was interrupted."""
+        """Return False: it cannot go on where it was interrupted."""
         return False
 
     def finish(self) -> None:
@@ -334,29 +370,29 @@ class _EncryptedSink:
         self.seal.finish()
 
     def close(self) -> None:
-        """Release both."""
+        """Release what compresses and what encrypts."""
         self.frames.close()
         self.seal.close()
 
 
 def _given_time(how: ArchiveOptions) -> datetime | None:
-    """Return the time that a reproducible archive was given; None where it was given none."""
+    """Return the time that the user gave for a reproducible archive; None where none was given."""
     return None if how.epoch is None else datetime.fromtimestamp(how.epoch, UTC)
 
 
 def _member_time(how: ArchiveOptions, source: Source) -> int:
-    """Return the time of the members, in seconds: that of the newest file of the source; where reproducible, that which
-    was given."""
+    """Return the time of the members, in seconds since 1970: that of the newest file of the source; where reproducible,
+    the one given, or 0."""
     if how.reproducible:
         return how.epoch or 0
     return max([0, *(i[3] // 1_000_000_000 for i in source.identities().values())])
 
 
 def refuse_protected(path: str) -> None:
-    """Refuse to replace an archive that must be kept.
+    """Refuse to replace an archive that must be kept; `path` is the archive's.
 
     Raises:
-        DestinationExists: it is under retention or a legal hold.
+        DestinationExists: it is under retention or a legal hold, or damaged, so that this cannot be known.
     """
     from ckpttool.audit import archive_store
 
@@ -364,10 +400,12 @@ def refuse_protected(path: str) -> None:
 
 
 def replacing(path: str) -> AbstractContextManager[None]:
-    """Hold an archive while it is replaced: nobody holds the old one meanwhile.
+    """While the block runs, which replaces the archive at `path`, keep others from placing a hold on it, and record the
+    replacement in the ledger of an object store.
 
     Raises:
-        DestinationExists: as `refuse_protected`.
+        DestinationExists: it is under retention or a legal hold, or damaged, so that this cannot be known.
+        Corrupt: the ledger is damaged. RemoteError, CkpttoolError: it cannot be read or written.
     """
     from ckpttool.audit import archive_store
 

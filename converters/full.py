@@ -68,7 +68,7 @@ _REFERENCES = {
 
 
 def detect(where: Place) -> tuple[bool, str]:
-    """Say whether a place is one file that torch.save wrote."""
+    """Return whether a place is one file that torch.save wrote; and, as text, why or why not."""
     source, name = where
     if name is None:
         return False, "one .pt file; this is a folder"
@@ -86,7 +86,8 @@ def read(where: Place, options: ReadOptions) -> Checkpoint:
     """Return the index of a file.
 
     Raises:
-        Unsupported: it holds no dict of tensors. Corrupt: a trainer's file of this name is a folder.
+        Unsupported: it holds no dict of tensors. Corrupt: it is damaged, or a folder. Unsafe: its pickle would run
+            code.
     """
     source, name = where
     if name is None:
@@ -127,7 +128,18 @@ def read(where: Place, options: ReadOptions) -> Checkpoint:
 
 
 def _read_own_record(read_at: source.ReadAt, length: int, what: str, record_name: str) -> dict[str, str]:
-    """Return what `write` recorded in the archive: digests by tensor, or what was salvaged."""
+    """Return a record of text that `write` put into the archive, {name: text}; empty where it has none.
+
+    Args:
+        read_at: reads (offset, bytes) of the file.
+        length: bytes of the file.
+        what: its name in messages.
+        record_name: "ckpttool.json" (digests of tensors), "ckpttool-values.json" (those of values) or
+            "ckpttool-salvage.json" (how each tensor was salvaged).
+
+    Raises:
+        Corrupt, Unsafe: the record is damaged or too large.
+    """
     if not zip_bytes.is_zip(read_at(0, min(4, length))):
         return {}
     record = zip_bytes.zip_records(read_at, 0, length, what).get(record_name)
@@ -142,7 +154,8 @@ def _read_own_record(read_at: source.ReadAt, length: int, what: str, record_name
 
 
 def write(ckpt: Checkpoint, source: Source, options: WriteOptions) -> Draft:
-    """Draft one zip. The world size has no meaning here."""
+    """Draft one zip, as torch.save writes. The world size has no meaning here. Values that
+    torch.load(weights_only=True) would refuse are dropped; numpy arrays become tensors."""
     values = {n: Value(v.path, numpy_to_torch(v.data)) for n, v in ckpt.values.items()}
     dropped = [
         Dropped(n, 0, why)
@@ -168,6 +181,7 @@ def write(ckpt: Checkpoint, source: Source, options: WriteOptions) -> Draft:
         )
 
     def ref(t: TensorEntry) -> torch_pickles.TensorRef:
+        """Return the reference to a tensor's storage that is pickled."""
         name = joined(t.path)
         return torch_pickles.TensorRef(t.dtype, t.shape, keys[same.get(name, name)], t.numel)
 
@@ -215,7 +229,7 @@ def _why_not_loadable(x: Any) -> str | None:
 
 
 def _next_step(advice: Advice) -> str:
-    """Say how an adapter, a job of several ranks, or transformers get the state."""
+    """Return a text on how an adapter, a job of several ranks, or transformers get the state."""
     if advice.adapter is not None:
         return advice.extract_adapter()
     job, model = advice.convert("--to dcp -n RANKS"), advice.convert("--to hf --config MODEL")

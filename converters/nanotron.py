@@ -79,7 +79,7 @@ class _Part(NamedTuple):
 
 
 def detect(where: Place) -> tuple[bool, str]:
-    """Say whether a place is a folder with checkpoint_metadata.json and model/."""
+    """Return whether a place is a folder with checkpoint_metadata.json and model/; and, as text, why or why not."""
     if where.file is not None:
         return False, "a folder; this is a file"
     names = where.source.list()
@@ -92,7 +92,8 @@ def read(where: Place, options: ReadOptions) -> Checkpoint:
     """Return the index of a step folder.
 
     Raises:
-        Corrupt: a part is missing, or parts overlap. Unsupported: experts on ranks of their own.
+        Corrupt: a part is missing, or parts overlap. Unsafe: a pickle would run code. Unsupported: experts on ranks of
+            their own.
     """
     reading = _Reading(where.source, options.allow_equal_ranks)
     reading.read_model()
@@ -104,7 +105,11 @@ def read(where: Place, options: ReadOptions) -> Checkpoint:
 
 
 def _list_files(source: Source, folder: str, depth: int = 0) -> Iterator[str]:
-    """Yield the files below a folder, which is `depth` folders below model/."""
+    """Yield the files below a folder, which is `depth` folders below model/.
+
+    Raises:
+        Corrupt: folders are nested too deep.
+    """
     if depth > _MOST_DEPTH:
         raise Corrupt(f"{source.root}/{folder}: folders in folders, more than {_MOST_DEPTH}.")
     for name in source.list(folder):
@@ -130,7 +135,7 @@ class _Reading:
     ranks: dict[int, int] = field(default_factory=dict)  # {number of a file: its rank}
 
     def number(self, name: str) -> int:
-        """Return the number of a file in the index."""
+        """Add a file to the index, and return its number."""
         self.files.append(name)
         return len(self.files) - 1
 
@@ -150,7 +155,11 @@ class _Reading:
         return out
 
     def read_model(self) -> None:
-        """Read the weights, each of one or several files."""
+        """Read the weights, each of one or several files.
+
+        Raises:
+            Corrupt: there are none, or the parts of one do not make it up.
+        """
         found: dict[str, list[tuple[int, safetensors_header.Slot, _Part]]] = {}
         for path in sorted(_list_files(self.source, "model")):
             folder, _, file = path.partition("/")[2].rpartition("/")
@@ -195,7 +204,16 @@ class _Reading:
             )
 
     def _boxes_of_file(self, path: str, local: tuple[int, ...], about: Mapping[str, str]) -> _Part:
-        """Return the boxes that a file holds of a weight, by its header."""
+        """Return which part of a weight a file holds.
+
+        Args:
+            path: the file.
+            local: shape of the tensor in it.
+            about: metadata of its header.
+
+        Raises:
+            Corrupt: the header does not say it.
+        """
         if "local_global_slices_pairs" not in about:
             return _Part(local, local, (_Box((0,) * len(local), (0,) * len(local), local),))
         try:
@@ -216,7 +234,11 @@ class _Reading:
         return _Part(shape, local, tuple(held))
 
     def _put_tensor(self, path: Path, dtype: str, shape: tuple[int, ...], held: list[_Held]) -> None:
-        """Put a tensor together of what ranks have of it."""
+        """Put a tensor together of what ranks have of it; what several have is taken once.
+
+        Raises:
+            Corrupt: the parts leave gaps or overlap.
+        """
         chunks = Chunks(len(shape))
         seen = set()
         for file, offset, strides, box in held:
@@ -243,7 +265,11 @@ class _Reading:
     # ------------------------------------------------------------------------------------------------- the optimizer
 
     def read_optimizer(self) -> None:
-        """Read the state of the optimizer, of all ranks."""
+        """Read the state of the optimizer, of all ranks; do nothing where there are no such files.
+
+        Raises:
+            Corrupt: a file is missing or damaged, or parts do not fit. Unsupported: experts on ranks of their own.
+        """
         names = sorted(n for n in self.source.list("optimizer") if _OPTIMIZER.fullmatch(n))
         if not names:
             return
@@ -309,7 +335,20 @@ class _Reading:
     def _boxes_of_rank(
         self, name: str, pp: int, tp: int, number: int, x: StoredTensor, bounds: tuple[int, int] | None
     ) -> Iterator[_Held]:
-        """Return what one file has of a slot: the rank's part of the parameter, or a flat range of that."""
+        """Yield what one file has of a slot (a state of one parameter, such as exp_avg): the rank's part of the
+        parameter, or a flat range of that.
+
+        Args:
+            name: of the parameter.
+            pp: pipeline parallel rank.
+            tp: tensor parallel rank.
+            number: of the file.
+            x: the tensor in it.
+            bounds: (first element, end) of the range in the flattened part; None: the file has all of the part.
+
+        Raises:
+            ValueError: the tensor has another shape than the part or the range.
+        """
         shape = self.shapes[name]
         whole = _Part(shape, shape, (_Box((0,) * len(shape), (0,) * len(shape), shape),))
         part = self.parts.get((name, pp, tp), whole)
@@ -332,7 +371,11 @@ class _Reading:
                     yield _Held(number, at, boxes.strides(size), _Box(inside, there, met[1]))
 
     def _model_name(self, name: str) -> str:
-        """Return what the model calls a parameter of the optimizer."""
+        """Return what the model calls a parameter of the optimizer.
+
+        Raises:
+            ValueError: the model does not have it.
+        """
         for found in (name, name.removeprefix("module.")):
             if found in self.shapes:
                 return found
@@ -340,6 +383,11 @@ class _Reading:
 
     def _check_ranks(self, names: list[str], sizes: Mapping[str, Any], zero: bool) -> list[int]:
         """Return how many pipeline, data and tensor parallel ranks there are; each must have a file.
+
+        Args:
+            names: of the optimizer's files.
+            sizes: {"pp_size": ...} of optimizer_config.json.
+            zero: whether data parallel ranks have files of their own.
 
         Raises:
             Corrupt: one is missing, or the config says no numbers.
@@ -366,8 +414,15 @@ class _Reading:
     ) -> None:
         """Put a number that all ranks have, the step, once.
 
+        Args:
+            steps: {(parameter, slot): (number, leaf of the index)} so far.
+            name: of the parameter.
+            slot: its state that the number is, such as "step".
+            number: of the file.
+            x: what the file holds.
+
         Raises:
-            Corrupt: they have different ones.
+            Corrupt: ranks have different ones.
         """
         what = f"{self.source.root}/{self.files[number]}"
         found = stored_tensors.inline_tensors(x, self.source.reader_of(self.files[number]), what)
@@ -386,7 +441,11 @@ class _Reading:
     # -------------------------------------------------------------------------------------------------------- the rest
 
     def read_rest(self) -> None:
-        """Read counters, scheduler and random states."""
+        """Read counters, scheduler and random states.
+
+        Raises:
+            Corrupt: a file is damaged. Unsafe: its pickle would run code.
+        """
         found = self._json(_META)
         for key, data in self._object(_META, found, "metas").items():
             self._put_leaf(("trainer", "step" if key == "last_train_step" else key), data)
@@ -404,13 +463,17 @@ class _Reading:
             self._put_leaves(("rng", str(rank)), number, _as_dicts(tree))
 
     def _tree(self, file: str) -> tuple[int, Any]:
-        """Return what a file of torch.save holds."""
+        """Add a file of torch.save to the index; return (its number, what it holds)."""
         what, read_at, size = f"{self.source.root}/{file}", self.source.reader_of(file), self.source.size(file)
         self.notes += torch_zip.refuse_other_rank(read_at, size, what, self.allow_equal_ranks)
         return self.number(file), torch_zip.read(read_at, 0, size, what)
 
     def _json(self, file: str) -> dict[str, Any]:
-        """Return what a file of JSON holds, an object."""
+        """Add a file of JSON to the index, and return the object that it holds.
+
+        Raises:
+            Corrupt: it holds something else.
+        """
         found = bounded_json.parse(self.source.read_all(file, _MOST_JSON), f"{self.source.root}/{file}")
         self.number(file)
         if not isinstance(found, dict):
@@ -418,14 +481,19 @@ class _Reading:
         return found
 
     def _object(self, file: str, found: dict[str, Any], key: str) -> dict[str, Any]:
-        """Return an object inside the JSON of a file; an empty one where the key is missing or null."""
+        """Return the object under a key in the JSON of a file; an empty one where the key is missing or null. `found`
+        is what the file holds.
+
+        Raises:
+            Corrupt: something else is there.
+        """
         inner = found.get(key)
         if not isinstance(inner, dict | None):
             raise Corrupt(f'{self.source.root}/{file}: "{key}" is no object, which nanotron writes.')
         return inner or {}
 
     def _put_leaves(self, path: Path, number: int, tree: Any) -> None:
-        """Put the leaves of a tree of a file below a path."""
+        """Put the leaves of what file number `number` holds below a path."""
         what = f"{self.source.root}/{self.files[number]}"
         found, records = stored_tensors.leaves(tree, path, number, self.source.reader_of(self.files[number]), what)
         self.records += records
@@ -433,7 +501,7 @@ class _Reading:
             self._put_leaf(at, leaf)
 
     def _put_leaf(self, path: Path, leaf: Any) -> None:
-        """Put a leaf at a path where none is."""
+        """Put a tensor or a value at a path; it replaces one that is there."""
         if isinstance(leaf, TensorEntry):
             self.tensors[joined(path)] = leaf
         else:
@@ -441,7 +509,11 @@ class _Reading:
 
 
 def _parse_slice(text: str, n: int) -> tuple[int, int]:
-    """Return (start, stop) of "4,8,None" or "None,None,None" along a dimension of n."""
+    """Return (start, stop) of "4,8,None" or "None,None,None" along a dimension of length `n`.
+
+    Raises:
+        ValueError: it is no slice of that dimension, or has steps.
+    """
     start, stop, step = (None if x == "None" else int(x) for x in text.split(","))
     a, b = start or 0, n if stop is None else stop
     if step not in (None, 1) or not 0 <= a <= b <= n:
@@ -450,19 +522,21 @@ def _parse_slice(text: str, n: int) -> tuple[int, int]:
 
 
 def _as_dicts(x: Any) -> Any:
-    """Return nanotron's RandomStates and RandomState as the dicts that they are made of."""
+    """Return what a file of random states holds, with nanotron's RandomStates and RandomState as the dicts that they
+    are made of."""
     if isinstance(x, Opaque) and x.cls.module == "nanotron.random" and isinstance(x.state, dict):
         return _as_dicts(x.state.get("_dict", x.state))
     return {k: _as_dicts(v) for k, v in x.items()} if isinstance(x, dict) else x
 
 
 def _next_step(advice: Advice) -> str:
-    """Say that nanotron resumes, and how a job of torch's own does."""
+    """Return a text: nanotron resumes; how a job of torch's own does."""
     return f"resumes in nanotron; for a job of torch's own: {advice.convert('--to dcp -n RANKS')}"
 
 
 def _unfinished(folder: SeenFolder) -> Unfinished | None:
-    """Tell a folder with the optimizer of a save whose last file is missing."""
+    """Return what shows that a save did not end: a folder with the optimizer has no checkpoint_metadata.json. None
+    where nothing does."""
     begun = folder.layout is None and "optimizer" in folder.names
     if begun and "optimizer_config.json" in folder.source.list("optimizer"):
         return Unfinished(f"no {_META}, which nanotron writes last")

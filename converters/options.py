@@ -45,6 +45,14 @@ class HfOptions:
     )
 
     def __post_init__(self) -> None:
+        """Refuse options that contradict one another or are out of range, and make `adapter_config` an absolute path if
+        it exists.
+
+        Raises:
+            UsageError: `adapter` is combined with `include_optimizer`; an option about adapters is given without
+                `adapter`, or one for `lora_alpha` without it; `lora_alpha` is not a finite number above 0, or
+                `max_shard_bytes` is below 1.
+        """
         if self.adapter_config and os.path.lexists(self.adapter_config):  # workers may be in another folder
             object.__setattr__(self, "adapter_config", os.path.abspath(self.adapter_config))
         if self.adapter and self.include_optimizer:
@@ -84,6 +92,7 @@ class ZeroOptions:
     write_tag: str | None = option(None, "Name of the save to write, instead of global_step<N>.")
 
     def __post_init__(self) -> None:
+        """Raise UsageError if `sub_group_size` is given and below 1."""
         if self.sub_group_size is not None and self.sub_group_size < 1:
             raise UsageError(f"sub_group_size is {self.sub_group_size}; it must be at least 1.")
 
@@ -97,6 +106,7 @@ class UniversalOptions(ZeroOptions):
     )
 
     def __post_init__(self) -> None:
+        """Check the options of ZeRO, too, and raise UsageError for a stage other than 1, 2, 3 or None."""
         super().__post_init__()
         if self.stage not in (None, 1, 2, 3):
             raise UsageError(f"The ZeRO stage is {self.stage}; it must be 1, 2 or 3.")
@@ -122,5 +132,6 @@ class DirectoryOptions:
     )
 
     def __post_init__(self) -> None:
+        """Raise UsageError if `state_dict_type` is not sharded, full or ddp."""
         if self.state_dict_type not in ("sharded", "full", "ddp"):
             raise UsageError(f"{argument('state_dict_type', self.state_dict_type)}: choose sharded, full or ddp.")

@@ -109,38 +109,47 @@ class Files:
     known: dict[int, tuple[Opaque, Shards]] = field(default_factory=dict)  # by identity
 
     def number(self, name: str) -> int:
-        """Add a file, and return its number in the index."""
+        """Add a file by its name below the source, and return its number, by which the index of the checkpoint refers
+        to it."""
         self.names.append(name)
         return len(self.names) - 1
 
     def path(self, file: int) -> str:
-        """Return a file as errors name it."""
+        """Return the path of the file with number `file`, for errors."""
         return f"{self.source.root}/{self.names[file]}"
 
     def reader(self, file: int) -> ReadAt:
-        """Return a function that reads one file."""
+        """Return the function that reads bytes of the file with number `file`."""
         return self.source.reader_of(self.names[file])
 
     def shards(self, file: int, key: object, x: Opaque) -> Shards:
-        """Return what a file has of a sharded tensor, parsed once."""
+        """Return what a file has of a sharded tensor; each tensor is parsed only once.
+
+        Args:
+            file: the number of the file.
+            key: the tensor's key in the file, for errors.
+            x: the unpickled ShardedTensor or DTensor.
+        """
         if id(x) not in self.known:
             self.known[id(x)] = x, shards_of(x, str(key), self.reader(file), self.path(file))
         return self.known[id(x)][1]
 
     def keep(self, file: int, t: StoredTensor) -> None:
-        """Remember the CRC32 of the storage of a tensor that is used."""
+        """Remember the CRC32 of the storage of a tensor in file number `file`, if it has one, so that reading it can be
+        checked."""
         s = t.storage
         if s.crc32 is not None:
             self.records[file, s.offset] = Record(Extent(file, s.offset, s.length), s.crc32)
 
     def entry(self, file: int, t: StoredTensor, path: Path = ()) -> TensorEntry:
-        """Return the entry of a tensor that one file has whole, and remember its CRC32."""
+        """Return the entry, at `path`, of a tensor that file number `file` has whole, and remember its CRC32."""
         self.keep(file, t)
         strides = None if t.contiguous else t.strides
         return TensorEntry(t.dtype, t.shape, path, Chunks.whole(t.shape, file, *t.extent, strides))
 
     def leaves(self, file: int, tree: object, path: Path = ()) -> Leaves:
-        """Return {path: tensor or data} of a tree in a file, below `path`, and remember the CRC32s of its tensors."""
+        """Return {path: tensor or data} of a nested value in file number `file`, with `path` in front of every path,
+        and remember the CRC32s of its tensors."""
         found, records = stored_tensors.leaves(tree, path, file, self.reader(file), self.path(file))
         self.records.update(((file, r.extent.offset), r) for r in records)
         return found
@@ -155,7 +164,8 @@ class Rank(NamedTuple):
 
 
 def group_rank_files(names: Iterable[str]) -> list[RankFileGroup]:
-    """Group those of some names that differ in the number of the rank alone.
+    """Group the file names that differ only in the number of the rank. Names without such a number, and DeepSpeed's,
+    are left out; the ranks of a group ascend.
 
     Raises:
         Corrupt: one rank has two files.
@@ -178,7 +188,11 @@ def group_rank_files(names: Iterable[str]) -> list[RankFileGroup]:
 
 
 def load(files: Files, name: str) -> Any:
-    """Unpickle one file; sharded tensors in it are data (formats/sharded.py)."""
+    """Unpickle one file, by its name below the source, without building sharded tensors: these stay plain data.
+
+    Raises:
+        CkpttoolError: the file is damaged, or no file of torch.save that can be read safely.
+    """
     what = f"{files.source.root}/{name}"
     return torch_zip.read(files.source.reader_of(name), 0, files.source.size(name), what, stand_ins(what))
 
@@ -209,11 +223,16 @@ def read_rank_files(
 ) -> RankParts:
     """Unpickle files of ranks, and tell model, optimizers and the rest apart by what is in them.
 
-    Files of ranks that are missing are added to `lost`, and the others taken; `assemble_tensor` refuses what they do
-    not have.
+    Args:
+        files: collects the files that are read.
+        groups: the files to read, grouped by name.
+        lost: where the names of missing files are added, while the files of the other ranks are read; `assemble_tensor`
+            then refuses what these do not have. None: a missing file is an error.
+        allow_equal_ranks: accept, with a note, a file that is a copy of another rank's.
 
     Raises:
-        Corrupt: files are exchanged, or ranks are missing and `lost` is None. Unsupported: there are two models.
+        Corrupt: files are exchanged, or ranks are missing and `lost` is None.
+        Unsupported: there are two models, or neither a model nor an optimizer.
     """
     files.source.prefetch_ends(name for group in groups for name in group.ranks.values())
     found = [_load_group(files, group) for group in groups]
@@ -245,7 +264,8 @@ def read_rank_files(
 
 
 def _load_group(files: Files, group: RankFileGroup) -> _LoadedGroup:
-    """Unpickle the files of a group; those of random states and the like become {name of the state: what it holds}."""
+    """Unpickle the files of a group, and split each into model, optimizer and the rest. What a file of random states or
+    the like holds is put under the name of that state, as {"rng": ...}."""
     by: dict[str, list[Rank]] = {"model": [], "optim": [], "rest": []}
     side = SIDE.match(group.pattern)
     for rank, name in group.ranks.items():
@@ -260,7 +280,8 @@ def _load_group(files: Files, group: RankFileGroup) -> _LoadedGroup:
 
 
 def _model_group(files: Files, found: list[_LoadedGroup]) -> _LoadedGroup | None:
-    """Return the group that is the model: the only one with flat or sharded tensors, else the only one with weights.
+    """Return the group that is the model: the only one with flat or sharded tensors, else the only one with weights;
+    None where no group has weights.
 
     Raises:
         Unsupported: there are two.
@@ -276,7 +297,11 @@ def _model_group(files: Files, found: list[_LoadedGroup]) -> _LoadedGroup | None
 
 
 def first_difference(facts: Iterable[Mapping[str, object]]) -> tuple[int, str] | None:
-    """Find the first file that says something else than file 0: (its position, what); None where all agree."""
+    """Find the first file that states something else than the first file does; return (its position, counted from 0;
+    what differs), or None where all agree.
+
+    `facts` is {what is stated: the value} of each file, for one file at least.
+    """
     every = iter(facts)
     first = next(every)
     for position, here in enumerate(every, 1):
@@ -287,7 +312,8 @@ def first_difference(facts: Iterable[Mapping[str, object]]) -> tuple[int, str] |
 
 
 def _refuse_exchanged_files(files: Files, group: RankFileGroup, allow_equal_ranks: bool) -> list[str]:
-    """Refuse files of a group that lie under the names of other ranks; return notes on those that are allowed.
+    """Refuse files of a group that lie under the names of other ranks; return notes for the user on a copied file that
+    `allow_equal_ranks` lets pass, else none.
 
     torch.save writes a file's name into it. Where the ranks in those names are these ranks in another order, files were
     exchanged; where some are, or two files are equal byte by byte, one was copied over another; else the job saved
@@ -325,9 +351,10 @@ def _refuse_exchanged_files(files: Files, group: RankFileGroup, allow_equal_rank
 
 
 def _split_roles(tree: dict[Any, Any], side: bool) -> dict[str, Any]:
-    """Split the tree of a rank into {"model" | "optim" | "rest": part of it}.
+    """Split what a rank's file holds by role; return {role: the part of `tree` that has it}, with those of the roles
+    "model", "optim" and "rest" that it has.
 
-    `side` says that the file's name is that of random states or the like.
+    `side` is whether the file is named like one of random states, schedulers or the like, whose tensors are no weights.
     """
     if "state" in tree and "param_groups" in tree:
         return {"optim": tree}
@@ -347,8 +374,9 @@ def _split_roles(tree: dict[Any, Any], side: bool) -> dict[str, Any]:
 
 
 def hold_state(source: Source, groups: list[RankFileGroup]) -> bool:
-    """Whether files of ranks hold a model or an optimizer, judging by the lowest rank's of each group: any program
-    may write rank_0.pt."""
+    """Return whether files of ranks hold a model or an optimizer, since any program may write a rank_0.pt. Only the
+    file of the lowest rank of each group is read; one that cannot be read counts as holding state, so that reading
+    reports it."""
     for group in groups:
         files, name = Files(source), next(iter(group.ranks.values()))
         try:
@@ -361,15 +389,22 @@ def hold_state(source: Source, groups: list[RankFileGroup]) -> bool:
 
 
 def _flat_or_sharded(tree: dict[Any, Any]) -> bool:
-    """Whether a model is in flat parameters or sharded tensors."""
+    """Return whether the model in a rank's file consists of flat parameters (FairScale's) or sharded tensors."""
     return any(is_sharded(v) for v in tree.values()) or "shard_metadata" in tree
 
 
 def _world_size(files: Files, model: list[Rank], groups: list[RankFileGroup]) -> int:
-    """Return how many ranks wrote the checkpoint, as the files say.
+    """Return how many ranks wrote the checkpoint, as file names and sharded tensors state it; if they do not, the
+    highest rank plus one.
+
+    Args:
+        files: the files read.
+        model: what each rank has of the model; empty where there is none.
+        groups: the groups of files that hold a model or an optimizer.
 
     Raises:
         Corrupt: files are exchanged, or of jobs of different size.
+        Unsupported: `groups` is empty.
     """
     stated: dict[int, str] = {}
     for group in groups:
@@ -397,7 +432,7 @@ def _world_size(files: Files, model: list[Rank], groups: list[RankFileGroup]) ->
 
 
 def _shards_of_rank(files: Files, r: Rank, key: object, x: Opaque) -> Shards:
-    """Return what a rank's file has of a sharded tensor.
+    """Return what the file of rank `r` has of the sharded tensor `x`, which is stored under `key`.
 
     Raises:
         Corrupt: another rank wrote the tensor.
@@ -412,7 +447,7 @@ def _shards_of_rank(files: Files, r: Rank, key: object, x: Opaque) -> Shards:
 
 
 def column_of_ranks(files: Files, ranks: list[Rank], key: object) -> Column:
-    """Return what every rank has under a key.
+    """Return what each rank has under a key, in the order of `ranks`.
 
     Raises:
         Corrupt: a rank has nothing there.
@@ -427,10 +462,17 @@ def column_of_ranks(files: Files, ranks: list[Rank], key: object) -> Column:
 
 
 def assemble_tensor(files: Files, ranks: list[Rank], name: str, column: Column) -> TensorEntry | Any:
-    """Put one tensor together from what each rank has of it; a plain value where it is one.
+    """Put one tensor together from what each rank has of it. What no rank has sharded is taken whole from the first
+    rank, and may be a plain value.
+
+    Args:
+        files: the files read; copies that differ are added to it.
+        ranks: the ranks' files.
+        name: the name of the tensor, also its path.
+        column: what each of `ranks` has, in the same order.
 
     Raises:
-        Corrupt: the ranks contradict one another.
+        Corrupt: the ranks contradict one another, or their shards do not cover the tensor.
     """
     if not any(is_sharded(x) for x in column):
         return first_replica(files, ranks, name, column)
@@ -464,11 +506,11 @@ def assemble_tensor(files: Files, ranks: list[Rank], name: str, column: Column) 
 
 
 def compare_replicas(files: Files, name: str, a: tuple[int, StoredTensor], b: tuple[int, StoredTensor]) -> None:
-    """Add `b` to `files.unlike` if it is another copy than `a`; both are (file, tensor). CRC32s tell, and where there
-    are none for just these bytes, the first bytes.
+    """Compare two copies of a tensor, each (number of the file, tensor), and add `b` to `files.unlike` if it differs
+    from `a`. CRC32s are compared, or the first 64 KiB where there are none for just these bytes.
 
     Raises:
-        Corrupt: they are the steps of a parameter.
+        Corrupt: they are different steps of a parameter.
     """
     one, two = a[1].storage.crc32, b[1].storage.crc32
     if one is not None and two is not None and all(t.storage.length == t.span for t in (a[1], b[1])):
@@ -487,7 +529,14 @@ def compare_replicas(files: Files, name: str, a: tuple[int, StoredTensor], b: tu
 
 
 def first_replica(files: Files, ranks: list[Rank], name: str, column: Column) -> TensorEntry | Any:
-    """Return a tensor, or plain value, that all ranks have whole: that of the first, after comparing the others.
+    """Return what all ranks have whole, a tensor or a plain value: that of the first rank, after comparing the others,
+    which are added to `files.unlike` where they differ.
+
+    Args:
+        files: the files read.
+        ranks: the ranks' files.
+        name: the name of the tensor or value.
+        column: what each of `ranks` has, in the same order.
 
     Raises:
         Corrupt: a rank has another kind, dtype or shape.
@@ -512,8 +561,8 @@ def first_replica(files: Files, ranks: list[Rank], name: str, column: Column) ->
 
 
 def record_other_copies(unlike: Sequence[DifferentCopy], ckpt: Checkpoint) -> None:
-    """Put copies that differ into an index, under the names that it has for those that it keeps. A copy of what the
-    index lacks is no loss of its own."""
+    """Set `ckpt.others` to the copies that differ from the ones kept, under the names that the index has for these. A
+    copy of something that is not in the index is left out."""
     places: dict[int, list[tuple[int, str]]] = {}
     for name, t in ckpt.tensors.items() if unlike else ():
         for file, offset in zip(t.chunks.file, t.chunks.offset, strict=True):
@@ -535,7 +584,14 @@ def record_other_copies(unlike: Sequence[DifferentCopy], ckpt: Checkpoint) -> No
 
 
 def assemble_slot(files: Files, ranks: list[Rank], name: str, column: Column) -> Any:
-    """Put a slot together: of the shape of its parameter, or one value for all of it (`step`).
+    """Put one slot of an optimizer together: a tensor in the shape of its parameter, or one value for all of it
+    (`step`).
+
+    Args:
+        files: the files read; copies that differ are added to it.
+        ranks: the ranks' files.
+        name: the name of the slot.
+        column: what each of `ranks` has of it, in the same order; None where a rank has nothing.
 
     Raises:
         Corrupt: a rank has another step, or lacks its part.
@@ -562,12 +618,13 @@ def assemble_slot(files: Files, ranks: list[Rank], name: str, column: Column) ->
 
 
 def inline_scalar(files: Files, file: int, x: object) -> Any:
-    """Return a number, or the bytes of a tensor that is one."""
+    """Return `x` with its bytes read if it is a tensor in file number `file`, else `x` itself, such as a number."""
     return stored_tensors.inline_tensors(x, files.reader(file), files.path(file)) if isinstance(x, StoredTensor) else x
 
 
 def format_step(x: object) -> str:
-    """Format a step as a number."""
+    """Return a step, a number or a tensor that was read, as text for an error; in hexadecimal if its dtype is not that
+    of a number."""
     if isinstance(x, stored_tensors.Inline):
         n = stored_tensors.decode_number(x.dtype, x.data)
         return x.data.hex() if n is None else f"{n:g}"
@@ -575,7 +632,12 @@ def format_step(x: object) -> str:
 
 
 def merge_other_state(files: Files, groups: dict[str, list[Rank]], taken: Mapping[Path, Any]) -> Leaves:
-    """Merge scheduler, counters, random states: once where all ranks have the same, else by rank.
+    """Merge scheduler, counters and random states: what is the same on all ranks once, anything else by rank.
+
+    Args:
+        files: the files read.
+        groups: {pattern of the file names: what each rank has besides model and optimizer}.
+        taken: leaves found so far; what has the same first key goes below extra.<pattern>.
 
     Raises:
         Corrupt: the ranks are at different steps.
@@ -607,12 +669,13 @@ def merge_other_state(files: Files, groups: dict[str, list[Rank]], taken: Mappin
 
 
 def _short_value(leaves: Leaves) -> str:
-    """Format the first of some leaves for an error."""
+    """Return the first of some leaves as short text for an error; "None" where there are none."""
     return short(next(iter(leaves.values()), None))
 
 
 def _equal_leaves(files: Files, a: Leaves, b: Leaves) -> bool:
-    """Whether two ranks have the same under a key: values by value, tensors by their CRC32."""
+    """Return whether two ranks have the same {path: leaf} under a key: values are compared by value, tensors by their
+    CRC32, or by their first 64 MiB where there is none."""
     if a.keys() != b.keys():
         return False
     for path, x in a.items():
@@ -626,7 +689,7 @@ def _equal_leaves(files: Files, a: Leaves, b: Leaves) -> bool:
 
 
 def _crc_or_bytes(files: Files, t: TensorEntry) -> Any:
-    """Return what tells the bytes of two tensors apart: a CRC32, or the first 64 MiB."""
+    """Return what tells the bytes of a tensor from those of another: the CRC32 as a number, or the first 64 MiB."""
     e = t.chunks[0].extent
     record = files.records.get((e.file, e.offset))
     if record is not None and record.extent.length == e.length:

@@ -76,7 +76,7 @@ _Entry = dict[str, Any]
 
 
 def detect(where: Place) -> tuple[bool, str]:
-    """Say whether a place is a folder with .snapshot_metadata."""
+    """Return whether a place is a folder with .snapshot_metadata; and, as text, why or why not."""
     if where.file is not None:
         return False, "a folder; this is a file"
     yes = _METADATA in where.source.list()
@@ -87,8 +87,8 @@ def read(where: Place, options: ReadOptions) -> Checkpoint:
     """Return the index of a snapshot.
 
     Raises:
-        Corrupt: the manifest is not one. Unsupported: ranks have tensors of their own under one name, or quantized
-            ones.
+        Corrupt: the manifest is not one, or files are cut off. Unsafe: a pickle would run code.
+        Unsupported: the manifest is YAML, or ranks have tensors of their own under one name, or quantized ones.
     """
     source = where.source
     world, entries = _read_manifest(source)
@@ -110,7 +110,7 @@ def read(where: Place, options: ReadOptions) -> Checkpoint:
 
 
 def _read_manifest(source: Source) -> tuple[int, dict[_Key, dict[int, _Entry]]]:
-    """Return (world size, {path without rank: {rank: entry}}).
+    """Return (world size, {keys of a path, without the rank: {rank: entry}}).
 
     Raises:
         Corrupt: it is not what torchsnapshot writes. Unsupported: YAML.
@@ -143,6 +143,8 @@ class _Reading:
     def __init__(
         self, source: Source, world: int, entries: Mapping[_Key, Mapping[int, _Entry]], options: ReadOptions
     ) -> None:
+        """Find the dicts and lists among the entries, {keys of a path: {rank: entry}}, for a snapshot of `world`
+        ranks."""
         self.source, self.world, self.entries, self.options = source, world, entries, options
         self.what = f"{source.root}/{_METADATA}"
         self.files: list[str] = []
@@ -157,7 +159,12 @@ class _Reading:
         self.texts = {key: frozenset(_text_keys(entry)) for key, entry in self.containers.items()}
 
     def leaves(self) -> dict[Path, Any]:
-        """Return {path in the tree: TensorEntry or data}; lists of data alone are one value."""
+        """Return {path in the tree: TensorEntry or data}; lists of data alone are one value.
+
+        Raises:
+            Corrupt: manifest and files contradict. Unsupported: ranks have tensors of their own under one name, and
+                `allow_equal_ranks` is not set.
+        """
         out: dict[Path, Any] = {}
         differing: list[str] = []
         copies: list[str] = []
@@ -214,7 +221,11 @@ class _Reading:
         return out
 
     def _tree_path(self, key: _Key) -> Path:
-        """Return the path of a key in the tree: positions in lists are integers, integer keys of dicts are Numbers."""
+        """Return the path of a key in the tree: positions in lists are integers, integer keys of dicts are Numbers.
+
+        Raises:
+            Corrupt: an item of a list has no position.
+        """
         out: list[str | int] = []
         for i, token in enumerate(key):
             container = self.containers.get(key[:i])
@@ -230,7 +241,11 @@ class _Reading:
         return tuple(out)
 
     def _fold_containers(self, out: dict[Path, Any]) -> None:
-        """Put empty containers, and lists of plain values, into the leaves as one value each."""
+        """Put empty containers, and lists of plain values, into the leaves `out` as one value each.
+
+        Raises:
+            Corrupt: items of a list are missing.
+        """
         containers = {self._tree_path(key): entry for key, entry in self.containers.items()}
         below: dict[Path, list[Path]] = {}
         apart: set[Path] = set()  # containers that stay taken apart, since a tensor or a dict is in them
@@ -254,7 +269,12 @@ class _Reading:
     # ---------------------------------------------------------------------------------------------------- entries
 
     def _read_leaf(self, path: Path, entry: _Entry) -> dict[Path, Any]:
-        """Return the leaves of an entry that is whole: one, or those of an object with tensors in it."""
+        """Return {path: leaf} of an entry that is whole: one leaf, or those of an object with tensors in it.
+
+        Raises:
+            Corrupt: the entry or its file is damaged. Unsafe: a pickle would run code. Unsupported: a type that is not
+                known.
+        """
         kind = entry["type"]
         what = f"{self.what}: {joined(path)}"
         if kind == "Tensor":
@@ -274,7 +294,12 @@ class _Reading:
         return {path: _parse_primitive(kind, entry.get("serialized_value"), what)}
 
     def _read_sharded(self, path: Path, rows: Mapping[int, _Entry]) -> TensorEntry:
-        """Put a tensor together of the shards of all ranks; its shape is that of the box around them."""
+        """Put a tensor together of the shards of all ranks, `rows` {rank: entry}; its shape is that of the box around
+        them.
+
+        Raises:
+            Corrupt: a rank has no shards, or they do not fit.
+        """
         what = f"{self.what}: {joined(path)}"
         shards: dict[tuple[tuple[int, ...], tuple[int, ...]], Any] = {}
         shape: tuple[int, ...] = ()
@@ -295,7 +320,17 @@ class _Reading:
         return self._make_tensor(path, list(shards.values()), shape, what)
 
     def _make_tensor(self, path: Path, boxes: Any, shape: tuple[int, ...], what: str) -> TensorEntry:
-        """Make a tensor of boxes that ranks have of it, each once."""
+        """Make a tensor of boxes that ranks have of it, each once.
+
+        Args:
+            path: its path in the tree.
+            boxes: entries of the manifest, each with offsets, sizes and a tensor.
+            shape: of the whole.
+            what: its name in messages.
+
+        Raises:
+            Corrupt: there are none, or one has another dtype or shape than it should.
+        """
         chunks = Chunks(len(shape))
         dtype = ""
         for box in boxes if isinstance(boxes, list) else ():
@@ -316,7 +351,17 @@ class _Reading:
         return TensorEntry(dtype, shape, path, chunks)
 
     def _find_elements(self, entry: _Entry, dtype: str, shape: tuple[int, ...], what: str) -> tuple[int, int, int]:
-        """Return (file, offset, length) of the elements of a tensor."""
+        """Return (number of the file, offset, bytes) of the elements of a tensor.
+
+        Args:
+            entry: the tensor in the manifest.
+            dtype: by the manifest.
+            shape: by the manifest.
+            what: its name in messages.
+
+        Raises:
+            Corrupt: the file holds another tensor. Unsupported: it is quantized.
+        """
         name, file, first, end = self._byte_range(entry, what)
         if entry.get("serializer") == "buffer_protocol":
             return file, first, end - first
@@ -331,7 +376,12 @@ class _Reading:
         return (file, *t.extent)
 
     def _byte_range(self, entry: _Entry, what: str) -> tuple[str, int, int, int]:
-        """Return (name, number, first byte, end) of the file of an entry."""
+        """Return (name of the file of an entry, its number, first byte, end); without a range it is the whole file.
+        `what` names the entry in messages.
+
+        Raises:
+            Corrupt: the range is none, or not in the file.
+        """
         name, found = entry.get("location"), entry.get("byte_range")
         if not isinstance(found, list | None):
             raise Corrupt(f"{what}: {short(found)} is not a range of bytes.")
@@ -350,14 +400,19 @@ class _Reading:
         return name, self.numbers[name], first, end
 
     def _parse_dtype(self, entry: _Entry, what: str) -> str:
-        """Return the dtype of an entry, which torch must know."""
+        """Return the dtype of an entry, which `what` names in messages.
+
+        Raises:
+            Unsupported: it is none that ckpttool reads.
+        """
         name = str(entry.get("dtype")).removeprefix("torch.")
         if name not in ITEMSIZE:
             raise Unsupported(f"{what}: dtype {short(entry.get('dtype'))}, which ckpttool does not read.")
         return name
 
     def _are_equal(self, a: Mapping[Path, Any], b: Mapping[Path, Any]) -> bool:
-        """Say whether two ranks' leaves are the same: values, and the bytes of small tensors."""
+        """Return whether two ranks' leaves, {path: leaf}, are the same: values, and the bytes of small tensors. Large
+        tensors count as different."""
         if a.keys() != b.keys():
             return False
         for path, x in a.items():
@@ -382,25 +437,33 @@ class _Reading:
 
 
 def _text_keys(container: _Entry) -> list[Any]:
-    """Return the keys of a dict that are text; the others are integers."""
+    """Return the keys of a dict in the manifest that are text; its others are integers."""
     keys = container.get("keys")
     return [k for k in keys if isinstance(k, str)] if isinstance(keys, list) else []
 
 
 def _with_path(path: Path, leaf: Any) -> Any:
-    """Return a leaf at its path."""
+    """Return a leaf that knows its path, if it is a tensor; a value as it is."""
     return replace(leaf, path=path) if isinstance(leaf, TensorEntry) else leaf
 
 
 def _parse_numbers(found: Any, what: str) -> tuple[int, ...]:
-    """Return a shape, offsets or sizes."""
+    """Return a shape, offsets or sizes from a list in the manifest; `what` names its entry in messages.
+
+    Raises:
+        Corrupt: it is no list of integers from 0 on.
+    """
     if not isinstance(found, list) or len(found) > 64 or not all(type(n) is int and n >= 0 for n in found):
         raise Corrupt(f"{what}: {short(found)} is not a list of sizes.")
     return tuple(found)
 
 
 def _parse_box(shard: Any, what: str) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Return (offsets, sizes) of a shard or a chunk."""
+    """Return (offsets, sizes) of a shard or a chunk; `what` names its entry in messages.
+
+    Raises:
+        Corrupt: it has none, or no tensor.
+    """
     if not isinstance(shard, dict) or not isinstance(shard.get("tensor"), dict):
         raise Corrupt(f"{what}: a shard without a tensor.")
     offsets, sizes = _parse_numbers(shard.get("offsets"), what), _parse_numbers(shard.get("sizes"), what)
@@ -410,7 +473,16 @@ def _parse_box(shard: Any, what: str) -> tuple[tuple[int, ...], tuple[int, ...]]
 
 
 def _parse_primitive(kind: str, text: Any, what: str) -> Any:
-    """Return a value that lies in the manifest."""
+    """Return a value that lies in the manifest as text.
+
+    Args:
+        kind: "int", "str", "bool", "float" or "bytes".
+        text: the value; floats and bytes are in base64.
+        what: its name in messages.
+
+    Raises:
+        Corrupt: the text is no such value. Unsupported: another kind.
+    """
     try:
         if not isinstance(text, str):
             raise ValueError("no serialized_value")

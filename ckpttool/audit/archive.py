@@ -55,6 +55,13 @@ class Archive(Source):
     local = False
 
     def __init__(self, base: Source, file: str) -> None:
+        """Open the archive `file` of the source `base` and prove that it is laid out as its manifest says; no tensor is
+        read.
+
+        Raises:
+            NotRecognised: it is not an archive of ckpttool. Corrupt, Unsafe: it is damaged, or not laid out as its
+                manifest says. SourceChanged, RemoteError: it cannot be read.
+        """
         self.base, self.file = base, file
         self.is_remote, self.commit = base.is_remote, base.commit
         self.root = f"{base.root}/{file}"
@@ -93,7 +100,12 @@ class Archive(Source):
         return self._items[i] if i >= 0 else 1
 
     def _read_members(self) -> None:
-        """Find the members by their tar headers, in order, and check that nothing is hidden between them."""
+        """Find the members by their tar headers, in order, and check that nothing is hidden between them.
+
+        Raises:
+            Corrupt: the tar is cut off, or a member is missing. Unsafe: a member is unknown, out of order or there
+                twice, or bytes are hidden.
+        """
         at, total = 0, self.table.logical_size
         self.mtime = 0
         while True:
@@ -125,7 +137,7 @@ class Archive(Source):
             raise Corrupt(f"{self.root} has no {missing[0]}. It is not an archive of ckpttool, or a damaged one.")
 
     def _check_member_name(self, name: str) -> None:
-        """Check that a member has the right name, in the right order, once."""
+        """Raise Unsafe unless a member of this name may follow those that were found so far."""
         order = [plan.README, *_TAIL]
         before = next(reversed(self._members), None)
         data = len(self._members) - 1 if before and before.startswith("tensors-") else 0
@@ -145,13 +157,20 @@ class Archive(Source):
             )
 
     def _read_content(self, at: int, length: int, most: int = FRAME) -> bytes:
-        """Read at most `most` bytes of the tar."""
+        """Return `length` bytes of the tar from offset `at` on, but at most the first `most` of them.
+
+        Raises:
+            Corrupt: the tar ends before that, or a frame is damaged.
+        """
         out = bytearray(min(length, most))
         self._reader.read_into(at, memoryview(out))
         return bytes(out)
 
     def _check_against_plan(self, head: bytes) -> None:
-        """Check that the archive is what the plan of its manifest says.
+        """Check that members, headers, frames and hashes are what follows from the manifest.
+
+        Args:
+            head: the content of README.txt.
 
         Raises:
             Corrupt, Unsafe: with the member and the numbers.
@@ -193,11 +212,11 @@ class Archive(Source):
                 raise Corrupt(f"{self.root}/{name} does not have the SHA-256 that {plan.SUMS} says. It was altered.")
 
     def _read_long(self, at: int, length: int) -> bytes:
-        """Read bytes of the tar, frame by frame."""
+        """Return `length` bytes of the tar from offset `at` on, read frame by frame."""
         return b"".join(self._read_content(at + i, min(FRAME, length - i)) for i in range(0, length, FRAME))
 
     def _check_frames(self) -> None:
-        """Check that frames begin where the plan splits, and every `FRAME` bytes from there on."""
+        """Raise Corrupt unless frames begin where the plan splits the tar, and every `FRAME` bytes from there on."""
         want: list[int] = []
         cuts = [*self.plan.cuts, SplitPoint(self.table.logical_size, 1, False)]
         for a, b in pairwise(cuts):
@@ -211,10 +230,10 @@ class Archive(Source):
             )
 
     def read_record(self, name: str) -> bytes:
-        """Read a small member, whole.
+        """Return the content of a small member, one of the JSON or text files.
 
         Raises:
-            Corrupt, Unsafe: it is too large for an archive of this size.
+            Corrupt: there is no such member, or it is damaged. Unsafe: it is too large for an archive of this size.
         """
         most = records.max_record_bytes(self.base.size(self.file))
         if self.size(name) > most:
@@ -225,13 +244,14 @@ class Archive(Source):
         return self.read(name, 0, self.size(name))
 
     def members(self) -> dict[str, tuple[int, int]]:
-        """Return {member: (its first byte in the tar, bytes)}."""
+        """Return {member: (its first byte in the tar, its size in bytes)}."""
         return dict(self._members)
 
     # --------------------------------------------------------------------------------------------------- as a Source
 
     def list(self, folder: str = "") -> list[str]:
-        """Return the names of the members, and of the configuration files that PROVENANCE.json holds."""
+        """Return the sorted names of the members, and of the configuration files that PROVENANCE.json holds; [] for any
+        other folder than "", the top one."""
         return [] if folder else sorted([*self._members, *self._extra])
 
     def exists(self, name: str) -> bool:
@@ -239,7 +259,11 @@ class Archive(Source):
         return name in self._members or name in self._extra
 
     def size(self, name: str) -> int:
-        """Return the bytes of a member."""
+        """Return the bytes of a member or configuration file.
+
+        Raises:
+            Corrupt: there is none of this name.
+        """
         if name in self._extra:
             return len(self._extra[name])
         if name not in self._members:
@@ -247,7 +271,12 @@ class Archive(Source):
         return self._members[name][1]
 
     def readinto(self, name: str, offset: int, into: memoryview) -> None:
-        """Fill `into` with bytes of a member; of tensors in planes, with the tensor's own."""
+        """Fill `into` with the bytes of a member or configuration file from `offset` on; of tensors that are stored in
+        byte planes, with the tensor's own bytes.
+
+        Raises:
+            Corrupt: there is no such member, it ends before that, or a frame is damaged.
+        """
         if offset < 0 or offset + len(into) > self.size(name):
             raise Corrupt(f"{self.root}/{name} has {self.size(name)} bytes; {offset}..{offset + len(into)} are needed.")
         if name in self._extra:
@@ -262,19 +291,24 @@ class Archive(Source):
             raise Corrupt(f"{e} These bytes belong to {tarball.shorten(hit[0])}{more}." if hit else str(e)) from None
 
     def identities(self) -> dict[str, Identity]:
-        """Return the identity of the archive's file."""
+        """Return {file: identity} of the source that contains the archive, which changes when the file is written
+        to."""
         return self.base.identities()
 
     def expect(self, identities: Mapping[str, Identity]) -> None:
-        """Let the archive be the one that another process has opened."""
+        """Expect the archive's file to be as another process has found it; otherwise reading it raises SourceChanged.
+
+        Args:
+            identities: what `identities` returned there.
+        """
         self.base.expect(identities)
 
     def assert_unchanged(self) -> None:
-        """Prove that the archive was not written to meanwhile."""
+        """Raise SourceChanged if the archive's file was written to since it was opened."""
         self.base.assert_unchanged()
 
     def close(self) -> None:
-        """Close the archive."""
+        """Close the source that contains the archive."""
         self.base.close()
 
     @property
@@ -283,7 +317,7 @@ class Archive(Source):
         return plan.SIGNATURE in self._members
 
     def read_values(self) -> dict[str, Value]:
-        """Return the values in values.json, whose step must be that of the manifest.
+        """Return {name: value} of values.json, whose training step must be that of the manifest.
 
         Raises:
             Corrupt, Unsafe: it is damaged, or has another step.
@@ -297,12 +331,17 @@ class Archive(Source):
         return held
 
     def signed_files(self) -> Sequence[tuple[str, str]]:
-        """Return (member, SHA-256) of everything that a signature covers: every member but itself."""
+        """Return (member, SHA-256 in hex) of every member that a signature covers, which is all but the signature
+        itself."""
         own = self.sums_sha256
         return [*self.sums.items(), (plan.SUMS, own)]
 
     def read_retention(self) -> dict[str, Any] | None:
-        """Return the content of RETENTION.json; None if there is none."""
+        """Return the content of RETENTION.json, as `retention.decode_retention` returns it; None if there is none.
+
+        Raises:
+            Corrupt, Unsafe: it is damaged.
+        """
         if plan.RETENTION not in self._members:
             return None
         return retention.decode_retention(self.read_record(plan.RETENTION), f"{self.root}/{plan.RETENTION}")
@@ -339,10 +378,11 @@ class ArchiveFacts:
 
 
 def read_facts(source: Source, file: str) -> ArchiveFacts:
-    """Return the facts in an archive's records, or, for an encrypted one, in the file next to it. Reads no tensor.
+    """Return the facts in the records of the archive `file`; of an encrypted one, those in its sidecar, the file next
+    to it. No tensor is read.
 
     Raises:
-        CkpttoolError: it is not a valid archive.
+        CkpttoolError: it is not a valid archive, or has no sidecar.
     """
     if file.endswith(ENCRYPTED):
         return _facts_in_sidecar(source, file)
@@ -375,7 +415,20 @@ def make_facts(
     signature: bytes | None,
     encrypted: bool,
 ) -> ArchiveFacts:
-    """Put the facts together that these records state; `kept` is the content of RETENTION.json."""
+    """Return the facts of an archive that these records state.
+
+    Args:
+        file, nbytes: its file name, and the bytes of the file.
+        found: its manifest.
+        manifest_sha256, sums_sha256: the SHA-256 of MANIFEST.json and of SHA256SUMS.
+        provenance: the content of PROVENANCE.json.
+        kept: the content of RETENTION.json; None if there is none.
+        signature: the content of model.sig; None if it is not signed.
+        encrypted: whether the file is encrypted.
+
+    Raises:
+        Corrupt, Unsupported: the signature is damaged, or was made by model-signing before 1.0.
+    """
     origin = provenance.get("source") or {}
     hold = (kept or {}).get("legal_hold") or {}
     return ArchiveFacts(
@@ -402,8 +455,11 @@ def make_facts(
 
 
 def _facts_in_sidecar(source: Source, file: str) -> ArchiveFacts:
-    """Read the facts of an encrypted archive from its sidecar; raises Corrupt if a field is missing or of another
-    type."""
+    """Return the facts of an encrypted archive that its sidecar, the file next to it, states.
+
+    Raises:
+        UsageError: there is no sidecar. Corrupt, Unsafe: it is damaged, or a field is missing or of another type.
+    """
     parsed = sidecar.read_sidecar(source, file)["archive"]
     kinds = {f.name: str(f.type) for f in fields(ArchiveFacts)}
     if parsed.keys() != kinds.keys() or not all(_FITS[kind](parsed[name]) for name, kind in kinds.items()):

@@ -51,6 +51,7 @@ class ArchiveFinding:
     file_end: int | None = None
 
     def __str__(self) -> str:
+        """Return the finding as a line: where it is, as far as that is known, and what is wrong."""
         where = [] if self.member is None else [self.member]
         if self.start is not None:
             where.append(f"bytes {self.start}..{self.end}")
@@ -72,7 +73,8 @@ class _Map:
     starts: list[int]
 
     def locate(self, start: int, end: int) -> Iterator[ArchiveFinding]:
-        """Yield what a range of the tar contains, as findings without text."""
+        """Yield what is in bytes `start` to `end` of the tar, as findings without text: one for each piece of a tensor,
+        and one for each member of which the range contains no tensor."""
         for a, b, member in self.members:
             if a >= end:
                 break
@@ -95,6 +97,8 @@ class ArchiveHasher:
     """Frames of an archive, hashed by member and by tensor; `findings` is the damage that was met on the way."""
 
     def __init__(self, source: Source, file: str, archive: Archive | None) -> None:
+        """Prepare to hash the archive `file`; `archive` is None if its structure is damaged, and then the manifest is
+        searched for at its end."""
         self.source, self.file, self.archive = source, file, archive
         self.file_bytes = source.size(file)
         self.found: records.Manifest | None = None
@@ -121,17 +125,27 @@ class ArchiveHasher:
         self.digests: dict[str, str] = {}
 
     def add_finding(self, finding: ArchiveFinding) -> None:
-        """Keep a finding, up to a thousand."""
+        """Keep a finding; those after the first thousand are discarded."""
         if len(self.findings) < _MOST_FINDINGS:
             self.findings.append(finding)
 
     def hash_all(self, jobs: int, progress: Progress) -> None:
-        """Read and hash the whole file with `jobs` threads."""
+        """Read and hash the whole file with `jobs` threads. Results are in the attributes; `compare` judges them.
+
+        Raises:
+            SourceChanged, RemoteError: the file cannot be read.
+        """
         self._hash_frames(walk_file(self.source, self.file, jobs), progress)
 
     def hash_part(self, first: int, stop: int, jobs: int) -> dict[str, Any]:
-        """Read frames [first, stop), which begin and end with members; returns what was found as plain data, for
-        `add_part_result`."""
+        """Read and hash frames `first` to `stop` - 1, which begin and end with members, with `jobs` threads.
+
+        Returns what was found, as plain data for `add_part_result`: {"findings": list of fields of `ArchiveFinding`,
+        "wrong_members": names, "wrong_tensors": names, "sums": {member: SHA-256}, "digests": {tensor: BLAKE3}}.
+
+        Raises:
+            SourceChanged, RemoteError: the file cannot be read.
+        """
         assert self.archive is not None
         table = self.archive.table
         begin = table.starts[first]
@@ -149,7 +163,8 @@ class ArchiveHasher:
         }
 
     def add_part_result(self, found: Mapping[str, Any]) -> None:
-        """Add what `hash_part` found, part after part in their order."""
+        """Add the result of `hash_part`, of this or another process. Call it for all parts, in their order in the
+        archive."""
         for f in found["findings"]:
             self.add_finding(ArchiveFinding(**f))
         self.wrong_members.update(found["wrong_members"])
@@ -158,7 +173,8 @@ class ArchiveHasher:
         self.digests |= found["digests"]
 
     def _hash_frames(self, rows: Iterable[FrameResult], progress: Progress) -> None:
-        """Hash frames by member in one thread, and by tensor in this one."""
+        """Hash the content of frames: by member in a thread of its own, by tensor in this one. Damaged frames become
+        findings."""
         total = self.file_bytes
         waiting: list[Future[None]] = []
         first_tensor = 0
@@ -187,7 +203,7 @@ class ArchiveHasher:
         self._digests.clear()
 
     def _note_damage(self, row: FrameResult) -> None:
-        """Add findings for a damaged frame, or for bytes that are not a frame."""
+        """Add findings for a result with a fault: a damaged frame, or bytes that are not a frame."""
         assert row.fault is not None
         fault = row.fault.removesuffix(LOOK)  # which names this command
         # a fault of the tables is in them: behind the last frame
@@ -203,7 +219,11 @@ class ArchiveHasher:
             self.add_finding(ArchiveFinding(fault, file_start=a, file_end=b))
 
     def _hash_members(self, start: int, end: int, data: bytes) -> None:
-        """Add a frame to the SHA-256 of the members that it meets."""
+        """Add bytes `start` to `end` of the tar to the SHA-256 of the members that they belong to.
+
+        Args:
+            data: these bytes.
+        """
         view = memoryview(data)
         for k in range(self.member, len(self.map.members)):
             a, b, name = self.map.members[k]
@@ -215,8 +235,13 @@ class ArchiveHasher:
                 self.member = k + 1
 
     def _digest_tensors(self, start: int, end: int, data: bytes, k: int) -> int:
-        """Add a frame to the digests of the tensors that it meets, from the k-th on; returns the first that the next
-        frame may meet."""
+        """Add bytes `start` to `end` of the tar to the digests of the tensors that they belong to.
+
+        Args:
+            data: these bytes.
+            k: number of the first tensor, by place in the tar, that they may belong to. Returned is that for the next
+                frame.
+        """
         rows = self.map.tensors
         view = memoryview(data)
         while k < len(rows) and rows[k][1] <= start:
@@ -231,7 +256,8 @@ class ArchiveHasher:
         return k
 
     def compare(self) -> list[ArchiveFinding]:
-        """Compare what was hashed, of the whole archive, with what was recorded; returns all findings."""
+        """Compare the hashes with those that were recorded, once the whole archive was read; returns all findings.
+        Without a manifest, these are the damaged frames alone."""
         if self.found is None:
             return self.findings
         for x, y, name, _ in self.map.tensors:
@@ -250,8 +276,10 @@ class ArchiveHasher:
 
 
 def _recover_manifest(source: Source, file: str) -> tuple[records.Manifest | None, plan.ArchivePlan | None]:
-    """Find the manifest of an archive whose structure is damaged by the tar header before it; (None, None) if it is
-    lost."""
+    """Search the end of an archive whose structure is damaged for its manifest.
+
+    Returns (the manifest, the plan of places that follows from it), or (None, None) if it was not found.
+    """
     try:
         table = read_table(source, file)
         reader = FrameReader(source, file, table, lambda start: 1)

@@ -37,6 +37,7 @@ class ArchiveOptions:
     recipients: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
+        """Raise UsageError if an option is invalid, or lacks another one that it needs."""
         if not 1 <= self.level <= 19:
             raise UsageError(f"{argument('level', self.level)}: it must be from 1 to 19.")
         if self.member_bytes < 1 << 20:

@@ -80,9 +80,16 @@ class ArchivePlan:
 
 
 def group_by_member(tensors: Mapping[str, TensorEntry], most: int, shuffle: bool) -> list[list[str]]:
-    """Group tensors by member: in the order of components and names, until `most` bytes are reached; larger ones get a
-    member of their own. Within a member as safetensors sorts them. The layout and the world size of the source do not
-    matter."""
+    """Return the names of the tensors of each member (file in the archive).
+
+    Tensors are taken in the order of components and names until a member would have more than `most` bytes; a larger
+    one gets a member of its own. In a member they are in the order of safetensors. The layout and the world size of the
+    source do not matter.
+
+    Args:
+        most: bytes of tensors in a member.
+        shuffle: whether large tensors are stored in byte planes, which changes their dtype in the file.
+    """
     out: list[list[str]] = []
     size = 0
     for name in sorted(tensors, key=lambda n: (COMPONENTS.index(str(tensors[n].path[0])), n)):
@@ -98,12 +105,17 @@ def group_by_member(tensors: Mapping[str, TensorEntry], most: int, shuffle: bool
 
 
 def plane_count(t: TensorEntry, shuffle: bool) -> int:
-    """Return the number of byte planes of a tensor; 1: it is stored as it is."""
+    """Return the number of byte planes of a tensor, which is the bytes of an element; 1 if it is stored as it is.
+
+    Args:
+        shuffle: whether large tensors are stored in byte planes.
+    """
     return ITEMSIZE[t.dtype] if shuffle and t.nbytes >= LARGE else 1
 
 
 def _stored_type(t: TensorEntry, shuffle: bool) -> tuple[str, tuple[int, ...]]:
-    """Return (dtype, shape) that the safetensors header gives a tensor."""
+    """Return (dtype, shape) that the safetensors header gives a tensor: its own, or uint8 and its bytes, if it is
+    stored in byte planes or safetensors does not have its dtype."""
     if plane_count(t, shuffle) > 1 or t.dtype not in safetensors_header.CODES:
         return "uint8", (t.nbytes,)
     return t.dtype, t.shape
@@ -112,7 +124,15 @@ def _stored_type(t: TensorEntry, shuffle: bool) -> tuple[str, tuple[int, ...]]:
 def make_plan(
     grouped: Sequence[Sequence[str]], tensors: Mapping[str, TensorEntry], shuffle: bool, mtime: int, readme: bytes
 ) -> ArchivePlan:
-    """Plan members with these tensors, in this order."""
+    """Return the place of everything in an archive, up to the end of the last member with tensors.
+
+    Args:
+        grouped: the names of the tensors of each member, of `group_by_member`.
+        tensors: {name: tensor}.
+        shuffle: whether large tensors are stored in byte planes.
+        mtime: time of all members, in seconds.
+        readme: the content of README.txt.
+    """
     head = tarball.make_header(README, len(readme), mtime) + readme + tarball.padding(len(readme))
     plan = ArchivePlan(
         {}, [Member(README, tarball.BLOCK, tarball.BLOCK + len(readme))], [SplitPoint(0, 1, False)], {}, head, {}, 0
@@ -149,14 +169,20 @@ def make_plan(
 
 
 def _add_split(plan: ArchivePlan, at: int, item: int, fast: bool) -> None:
-    """Let a frame begin at offset `at`, in place of an earlier one there."""
+    """Let a frame begin at offset `at` of the tar, and remove an earlier split at the same place.
+
+    Args:
+        item: number of byte planes from there on; 1: none.
+        fast: whether numbers follow, not text.
+    """
     while plan.cuts and plan.cuts[-1].offset == at:
         plan.cuts.pop()
     plan.cuts.append(SplitPoint(at, item, fast))
 
 
 def _header(names: Sequence[str], tensors: Mapping[str, TensorEntry], shuffle: bool) -> bytes:
-    """Return the safetensors header of a member."""
+    """Return the safetensors header of a member with these tensors. Of those stored as bytes, it has the own dtype and
+    shape in its metadata."""
     rows = [(n, *_stored_type(tensors[n], shuffle)) for n in names]
     other = {
         n: {"dtype": tensors[n].dtype, "shape": list(tensors[n].shape), "planes": plane_count(tensors[n], shuffle)}
@@ -168,11 +194,11 @@ def _header(names: Sequence[str], tensors: Mapping[str, TensorEntry], shuffle: b
 
 
 def padding_after(plan: ArchivePlan) -> bytes:
-    """Return the zeros between the last member with tensors and what follows; none if there is no such member."""
+    """Return the zeros between the last member with tensors and what follows; b"" if no member has tensors."""
     last = plan.members[-1]
     return b"" if last.name == README else tarball.padding(last.end - last.start)
 
 
 def small_member(name: str, data: bytes, mtime: int) -> bytes:
-    """Return a small member, whole: tar header, data, padding."""
+    """Return a whole small member with this content: tar header, data, padding. `mtime` is its time in seconds."""
     return tarball.make_header(name, len(data), mtime) + data + tarball.padding(len(data))

@@ -82,7 +82,8 @@ class ListingRow:
 
 
 def identifying_fields(known: ArchiveFacts) -> ledger.LedgerEntry:
-    """Return the fields of a ledger event that identify its archive."""
+    """Return the fields of a ledger event that identify its archive: "merkle_root", "manifest_sha256", "bytes",
+    "created"."""
     return {
         "merkle_root": known.merkle_root,
         "manifest_sha256": known.manifest_sha256,
@@ -118,7 +119,11 @@ def list_missing(store: str) -> list[ListingRow]:
 
 
 def _list_missing_rows(store: str, history: History, there: Mapping[str, ArchiveFacts | None]) -> list[ListingRow]:
-    """List what is missing; `there` {archive: its facts, None if they were not read}."""
+    """List the archives that the records of a store name and that are not there under any name.
+
+    Args:
+        there: {archive: its facts, or None if they were not read} of those that are there.
+    """
     gone = {n: line for n, line in _expected_archives(history).items() if n not in there}
     if gone:  # a deletion since the ledger was read is in it now
         gone = {n: line for n, line in gone.items() if n in _expected_archives(History.of(store))}
@@ -133,7 +138,8 @@ def _list_missing_rows(store: str, history: History, there: Mapping[str, Archive
 
 
 def _expected_archives(history: History) -> dict[str, ledger.LedgerEntry]:
-    """Return {archive: a line about it} of those that are recorded or on hold, and not deleted."""
+    """Return {archive: a line of the ledger or hold about it} of those that are recorded or on hold, and that no line
+    deletes."""
     lines = history.lines or []
     out: dict[str, ledger.LedgerEntry] = {}
     for e in lines:
@@ -149,7 +155,7 @@ def _expected_archives(history: History) -> dict[str, ledger.LedgerEntry]:
 
 
 def _missing_row(name: str, line: Mapping[str, Any], history: History) -> ListingRow:
-    """Return the row of an archive that is missing although `line` is about it."""
+    """Return the row of an archive that is missing; `line` is a line of the ledger, or a hold, that names it."""
     standing = RetentionStatus.of(name, None, history.events(name))
     row = ListingRow(name, None, standing.retain_until, tuple(standing.holds), standing.verified, None, missing=True)
     known = f"Line {line['seq']} of the ledger has it" if "seq" in line else f"{sidecar.hold_name(name)} holds it"
@@ -168,7 +174,15 @@ class History:
 
     @classmethod
     def of(cls, store: str, lines: list[ledger.LedgerEntry] | None = None) -> History:
-        """Read the history of a store; `lines` are those of its ledger, if they were read already."""
+        """Read the history of a store.
+
+        Args:
+            lines: the entries of its ledger, if they were read already; None: they are read.
+
+        Raises:
+            UsageError: there is no such folder. Corrupt: the ledger is damaged. RemoteError, CkpttoolError: the store
+                fails.
+        """
         if not urls.is_url(store) and not os.path.isdir(store):
             raise UsageError(f"{store} is not a folder; a store is a folder with archives, or the URL of one.")
         lines = ledger.read_entries_or_none(store) if lines is None else lines
@@ -177,20 +191,24 @@ class History:
             return cls(lines, {n: holds_in_file(source, n) for n in beside}, ledger.latest_records(lines or []))
 
     def events(self, name: str) -> Iterable[ledger.LedgerEntry]:
-        """Return all events that may apply to an archive. Its hold file comes last: a release in the ledger does not
-        end these holds."""
+        """Return all events that may apply to the archive `name`. Those of its hold file come last: a release in the
+        ledger does not end these holds."""
         others = (e for n, held in self.files.items() if n != name for e in held)
         return (*others, *(self.lines or ()), *self.files.get(name, ()))
 
 
 def holds_in_file(source: Source, name: str) -> list[ledger.LedgerEntry]:
-    """Return the holds in the file next to an archive, as ledger events."""
+    """Return the holds in the hold file next to the archive `name`, which must exist, as ledger events.
+
+    Raises:
+        RemoteError: the store fails.
+    """
     return [{"event": "hold", "archive": name, **h} for h in sidecar.read_holds(source, name)]
 
 
 def listing_order(row: ListingRow) -> tuple[Any, ...]:
-    """Return the sort key of a listing: the newest first, then those without a date, then the missing, then the damaged
-    ones."""
+    """Return the sort key of a row: the newest archives come first, then those without a date, then the missing, then
+    the damaged ones."""
     made = export_time(row.facts) if row.facts else None
     step = row.facts.step if row.facts and row.facts.step is not None else -1
     return (
@@ -209,13 +227,18 @@ def _descending(name: str) -> tuple[int, ...]:
 
 
 def archive_names(store: str) -> list[str]:
-    """Return the files of a store that are named like archives."""
+    """Return the names of the files in a store that are named like archives."""
     with remote.open_source(store) as source:
         return [n for n in source.list() if n.endswith((SUFFIX, ENCRYPTED))]
 
 
 def read_archive_facts(store: str, name: str) -> tuple[Source, ArchiveFacts | str]:
-    """Return a source that was used for this archive alone, and its facts, or what is wrong with it."""
+    """Return (a source of the store that was used for this archive alone, the facts of the archive or a text that says
+    why it is not a valid one). The source is closed; it can still be asked whether the file has changed.
+
+    Raises:
+        RemoteError: the store fails.
+    """
     with remote.open_source(store) as source:
         try:
             return source, read_facts(source, name)
@@ -226,7 +249,12 @@ def read_archive_facts(store: str, name: str) -> tuple[Source, ArchiveFacts | st
 
 
 def make_row(name: str, found: ArchiveFacts | str, history: History) -> ListingRow:
-    """Combine what all records say of an archive; `found` as `read_archive_facts` returned it."""
+    """Return what all records together say of an archive.
+
+    Args:
+        found: its facts, or what is wrong with it, as `read_archive_facts` returns them.
+        history: what the store records next to its archives.
+    """
     known, damaged = (None, found) if isinstance(found, str) else (found, None)
     standing = RetentionStatus.of(name, known, history.events(name))
     state, warnings = None, hold_disagreements(name, history.lines, history.files.get(name, []))
@@ -249,8 +277,9 @@ def hold_disagreements(
     """Return how the ledger and the hold file of an archive differ, as sentences; [] if there is no ledger.
 
     Args:
-        lines: of the ledger; None if there is none.
-        held: the holds in the file.
+        name: the file name of the archive.
+        lines: the entries of the ledger; None if there is none.
+        held: the holds in the file; None if there is none.
     """
     if lines is None:
         return []
@@ -273,8 +302,10 @@ def hold_disagreements(
 def holds_in_ledger(
     lines: Iterable[ledger.LedgerEntry], name: str
 ) -> tuple[dict[str, ledger.LedgerEntry], dict[str, int]]:
-    """Return ({reason: the line} of the holds that lines of this name placed and none ended, {reason: the line that
-    ended it})."""
+    """Return the holds that the lines about the archive `name` record.
+
+    Returns ({reason: the line that placed the hold} of those in force, {reason: the number of the line that ended it}).
+    """
     held: dict[str, ledger.LedgerEntry] = {}
     ended: dict[str, int] = {}
     begun = 0  # the line of the last deletion, which older versions gave no end
@@ -316,7 +347,7 @@ def _released_reasons(e: ledger.LedgerEntry) -> list[str]:
 
 
 def export_time(known: ArchiveFacts) -> datetime | None:
-    """Return when an archive was exported; None if it does not say."""
+    """Return when an archive was exported; None if its records have no time, or one that cannot be read."""
     try:
         return parse_time(known.created)
     except ValueError:
@@ -338,7 +369,12 @@ class RetentionStatus:
 
     @classmethod
     def of(cls, name: str, known: ArchiveFacts | None, events: Iterable[ledger.LedgerEntry]) -> RetentionStatus:
-        """Follow all events that apply to an archive; `known` are its facts, None if it is damaged or missing."""
+        """Return how long an archive must be kept, after all these events.
+
+        Args:
+            known: the facts of the archive; None if it is damaged or missing.
+            events: those of the ledger and of hold files, in order; what applies to other archives is ignored.
+        """
         it = cls()
         events = tuple(events)
         failed = _failed_deletions(events)
@@ -357,7 +393,7 @@ class RetentionStatus:
         return it
 
     def _apply(self, e: ledger.LedgerEntry, known: ArchiveFacts | None) -> None:
-        """Apply an event of this very archive."""
+        """Apply an event of this very archive, whose facts are `known`; None if it is damaged or missing."""
         what = e["event"]
         if what == "add":
             self._protect(e)
@@ -381,7 +417,7 @@ class RetentionStatus:
             self.deleted = True
 
     def _protect(self, e: ledger.LedgerEntry) -> None:
-        """Add retention and holds of an event."""
+        """Add the retention and the holds that an event records; end none."""
         if e["event"] in ("export", "add"):
             self._extend_retention(e.get("retain_until"))
             if e.get("legal_hold"):
@@ -390,13 +426,13 @@ class RetentionStatus:
             self.holds[str(e.get("reason"))] = None
 
     def _extend_retention(self, until: Any) -> None:
-        """Keep the later of two ends of retention."""
+        """Extend the retention to the time `until`, if that is a text and later than the present end."""
         if isinstance(until, str) and (self.retain_until is None or until > self.retain_until):
             self.retain_until = until
 
 
 def _is_about(e: Mapping[str, Any], known: ArchiveFacts) -> bool:
-    """Return whether an event is about an archive with these facts."""
+    """Return whether an event names the manifest hash and export time of the archive with these facts."""
     return e.get("manifest_sha256") == known.manifest_sha256 and e.get("created") == known.created
 
 
@@ -436,7 +472,7 @@ def add_to_ledger(archive: str) -> ledger.LedgerEntry:
 
 
 def split_archive_path(archive: str) -> tuple[str, str]:
-    """Return (store, name) of the path or URL of an archive.
+    """Return (store, file name) of the path or URL of an archive.
 
     Raises:
         UsageError: it is not named like one.
@@ -448,14 +484,14 @@ def split_archive_path(archive: str) -> tuple[str, str]:
 
 
 def require_archive(store: str, name: str) -> None:
-    """Raise UsageError unless the archive exists."""
+    """Raise UsageError unless a store has a file of this name."""
     with remote.open_source(store) as source:
         if not source.exists(name):
             raise UsageError(f"{source.root}/{name}: this archive does not exist.")
 
 
 def refuse_protected(archive: str) -> None:
-    """Refuse to replace an archive that is under retention or a legal hold.
+    """Refuse to replace an archive that is under retention or a legal hold. One that does not exist is not refused.
 
     Raises:
         DestinationExists: it is protected, or damaged, so that this cannot be known. Corrupt: the ledger is damaged.
@@ -467,13 +503,14 @@ def refuse_protected(archive: str) -> None:
 
 @contextmanager
 def replacing(archive: str) -> Iterator[None]:
-    """Keep others from holding an archive while it is replaced in the `with` block; one that somebody holds is not
-    replaced.
+    """While the block runs, which replaces an archive, keep others from placing a hold on it, and record the
+    replacement in the ledger of an object store.
 
-    A store without a ledger gets none; there the look for holds comes right before the replacement.
+    A store without a ledger gets none; there the archive's holds are only looked for right before the block.
 
     Raises:
-        DestinationExists: as `refuse_protected`.
+        DestinationExists: it is under retention or a legal hold, or damaged, so that this cannot be known.
+        Corrupt: the ledger is damaged. RemoteError, CkpttoolError: it cannot be read or written.
     """
     store, name = _split_path(archive)
     if not _file_exists(store, name) or ledger.read_entries_or_none(store) is None:
@@ -487,6 +524,8 @@ def replacing(archive: str) -> Iterator[None]:
             return
 
         def unprotected(lines: list[ledger.LedgerEntry]) -> ledger.LedgerEntry:
+            """Return {}, no further fields for the line; raises DestinationExists if the archive is protected by
+            now."""
             _refuse_protected(store, name, History.of(store, lines))
             return {}
 
@@ -501,7 +540,7 @@ def replacing(archive: str) -> Iterator[None]:
 
 
 def _refuse_protected(store: str, name: str, history: History) -> None:
-    """Raise DestinationExists if an archive is protected, or damaged."""
+    """Raise DestinationExists if an existing archive is under retention or a legal hold, or damaged."""
     row = make_row(name, read_archive_facts(store, name)[1], history)
     why = f"it is not a valid archive: {row.damaged}" if row.facts is None else why_protected(row, datetime.now(UTC))
     if why:
@@ -510,7 +549,7 @@ def _refuse_protected(store: str, name: str, history: History) -> None:
 
 
 def _split_path(archive: str) -> tuple[str, str]:
-    """Return (store, name) of any path or URL."""
+    """Return (store, file name) of any path or URL."""
     return urls.split_url(archive) if urls.is_url(archive) else os.path.split(os.path.abspath(archive))
 
 
@@ -521,7 +560,8 @@ def _file_exists(store: str, name: str) -> bool:
 
 
 def why_protected(row: ListingRow, now: datetime) -> str:
-    """Return why an archive must not be deleted, or ""."""
+    """Return why an archive must not be deleted at the time `now`: a hold, a retention, or one that cannot be read; ""
+    if nothing protects it."""
     if row.held:
         return "under legal hold: " + "; ".join(row.held)
     if row.retain_until is not None:
@@ -534,7 +574,11 @@ def why_protected(row: ListingRow, now: datetime) -> str:
 
 
 def remove_file(store: str, name: str) -> None:
-    """Delete a file of a store, durably; one that is already gone is fine."""
+    """Delete a file of a store, durably; nothing happens if it is already gone.
+
+    Raises:
+        RemoteError, CkpttoolError: it cannot be deleted.
+    """
     if urls.is_url(store):
         objects.remove_object(f"{store.rstrip('/')}/{name}")
         return

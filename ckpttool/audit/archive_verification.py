@@ -59,14 +59,15 @@ class ArchiveVerdict:
     workers: dict[str, Any] | None = None
 
     def to_json(self) -> dict[str, Any]:
-        """Return plain data, with "sound", and "error" where it is not."""
+        """Return the fields as plain data, with "sound" (bool) and, if it is false, "error": {"kind", "exit_code",
+        "message"}."""
         out = {"sound": not self.findings, **asdict(self)}
         if self.findings:
             out["error"] = {"kind": Corrupt.__name__, "exit_code": Corrupt.exit_code, "message": self.describe_damage()}
         return out
 
     def describe_damage(self) -> str:
-        """Describe the damage in a sentence or two."""
+        """Return a text on the first finding and the number of the others; there must be at least one."""
         n = len(self.findings) - 1
         more = f" (and {count_noun(n, 'more finding')})" if n else ""
         text = str(self.findings[0]).rstrip(". ")
@@ -87,18 +88,26 @@ def verify_archive(
     path_for_workers: str | None = None,
     progress: Progress = silent,
 ) -> ArchiveVerdict:
-    """Verify an archive; what is wrong with it is in the verdict.
+    """Verify an archive that is not encrypted; what is wrong with it is in the verdict.
 
     Args:
-        public_key, certificates: who must have signed it; where None a signature is only described.
-        against: a checkpoint in any layout that must hold the same state.
-        root: what it must have: a Merkle root (of all tensors), or "sha256:" and the hash of MANIFEST.json (of all
-            state).
-        workers: who reads, as in `convert`.
-        path_for_workers: where they open it; where None this process reads it alone.
+        source, file: the folder or bucket that contains it, and its name there.
+        quick: read only the structure and the signature, not the data.
+        public_key, certificates: files with the key or the root certificates of the expected signer; without any, a
+            signature is described but not checked.
+        against: a checkpoint in any layout that must hold the same state; None: compare with none.
+        root: the expected Merkle root (of all tensors), or "sha256:" and the expected hash of MANIFEST.json (of all
+            state); None: expect none.
+        jobs: threads that decompress and hash; of each worker, if there are some.
+        workers: who reads, as in `ckpttool.convert`; None: this process.
+        path_for_workers: the path or URL at which workers open the archive; if None, this process reads it alone.
+        progress: called with (stage, bytes done, bytes in all).
 
     Raises:
-        Differs: signature, checkpoint or root are others. UsageError: a key cannot be read.
+        Differs: it is not signed, or signature, checkpoint or root are not the expected ones.
+        UsageError: a key cannot be read. Corrupt, Unsupported: the signature is damaged, or model-signing before 1.0
+            made it.
+        SourceChanged, RemoteError: the file was written to, or could not be read, after it was opened.
     """
     path = f"{source.root}/{file}"
     out = ArchiveVerdict(path, "quick" if quick else "deep" if against or root else "full", source.size(file))
@@ -147,7 +156,16 @@ def verify_archive(
 def _open_workers(
     archive: Archive | None, spec: WorkersSpec, path: str | None, out: ArchiveVerdict
 ) -> Iterator[Workers | None]:
-    """Yield the workers that read an archive; None for one process, and a warning says why if others were asked for."""
+    """While the block runs, keep workers open that read an archive.
+
+    Yields None if this process shall read alone; if others were asked for, a warning in `out` says why.
+
+    Args:
+        archive: None if its structure is damaged.
+        spec: who reads, as in `ckpttool.convert`.
+        path: where workers open the archive; None if they cannot.
+        out: gets the warning.
+    """
     why = None
     if path is None:
         why = "an encrypted archive is decrypted, and read, by one process"
@@ -165,7 +183,13 @@ def _open_workers(
 def _check_signature(
     archive: Archive, out: ArchiveVerdict, public_key: str | None, certificates: Sequence[str]
 ) -> None:
-    """Check the signature, if a key or certificate was given; otherwise only describe it in `out`."""
+    """Check the signature, if a key or certificate was given; otherwise only describe it. Sets `out.signature`.
+
+    Raises:
+        Differs: the archive is not signed although a key or certificate was given, or the signature does not fit.
+        Corrupt, Unsupported: the signature is damaged, or was made by model-signing before 1.0.
+        UsageError: model-signing is not installed, or a key or certificate is missing or unreadable.
+    """
     asked = public_key is not None or bool(certificates)
     if not archive.signed:
         if asked:
@@ -182,7 +206,7 @@ def _check_signature(
 
 
 def _check_root(out: ArchiveVerdict, root: str) -> None:
-    """Raise Differs unless the archive has this Merkle root, or "sha256:" and the hash of its MANIFEST.json."""
+    """Raise Differs unless the archive has this root: a Merkle root, or "sha256:" and the hash of MANIFEST.json."""
     kind, _, wanted = root.rpartition(":")
     have = {"": out.merkle_root, "blake3": out.merkle_root, "sha256": out.manifest_sha256}[kind]
     if wanted != have:
@@ -191,7 +215,11 @@ def _check_root(out: ArchiveVerdict, root: str) -> None:
 
 
 def _components_of(archive: Archive) -> list[str]:
-    """Return the components that an archive holds, once its records are proved to agree."""
+    """Return the sorted names of the components (model, optim, ...) that an archive holds.
+
+    Raises:
+        CkpttoolError: the records of the archive contradict each other.
+    """
     ckpt = find(ARCHIVE_LAYOUT).read(Place(archive, None), ReadOptions())
     return sorted({str(ckpt.component(n)) for n in [*ckpt.tensors, *ckpt.values]})
 
@@ -199,7 +227,17 @@ def _components_of(archive: Archive) -> list[str]:
 def _compare_with_checkpoint(
     archive: Archive, against: str, components: list[str], workers: WorkersSpec, path: str | None, progress: Progress
 ) -> str:
-    """Compare with a live checkpoint: all of it, or the components that were kept; returns what was compared."""
+    """Compare an archive with a checkpoint; returns a text that says what was compared.
+
+    Args:
+        against: the checkpoint, in any layout.
+        components: those in the archive; if not all were exported, only these are compared.
+        workers: who reads, as in `ckpttool.convert`.
+        path: of the archive, for workers; if None, the open archive's own source is read.
+
+    Raises:
+        Differs: they are not equal.
+    """
     only = components if archive.provenance["only"] is not None else None
     found = diff(path or Place(archive.base, archive.file), against, only=only, workers=workers, progress=progress)
     if not found.equal:

@@ -21,17 +21,33 @@ BLOCK = 1 << 20
 
 
 def split(data: memoryview | bytes, item: int, into: memoryview | None = None) -> memoryview:
-    """Return the planes of whole blocks (the last may be short), written to `into` if given."""
+    """Return elements of `item` bytes as byte planes (all first bytes, then all second ones, ...), block by block of
+    `BLOCK` bytes.
+
+    Args:
+        data: whole blocks; the last one of a tensor may be shorter.
+        into: buffer of the same length that the planes are written to and that is returned; None: a new one.
+    """
     return _for_each_block(data, item, into, _split_block)
 
 
 def merge(data: memoryview | bytes, item: int, into: memoryview | None = None) -> memoryview:
-    """Return the elements of planes, written to `into` if given: the inverse of `split`."""
+    """Return the elements of `item` bytes that `split` has made into byte planes.
+
+    Args:
+        data: whole blocks of `BLOCK` bytes; the last one of a tensor may be shorter.
+        into: buffer of the same length that the elements are written to and that is returned; None: a new one.
+    """
     return _for_each_block(data, item, into, _merge_block)
 
 
 def _for_each_block(data: memoryview | bytes, item: int, into: memoryview | None, turn: Any) -> memoryview:
-    """Call `turn` for each block; bytes that do not fill an element stay as they are."""
+    """Return `data` converted block by block; bytes that do not fill an element of `item` bytes stay as they are.
+
+    Args:
+        into: buffer of the same length for the result; None: a new one.
+        turn: called with (whole elements of a block, where to write them, `item`), both as arrays of bytes.
+    """
     out = memoryview(bytearray(len(data))) if into is None else into
     if item == 1:  # headers and JSON: `inspect` of an archive needs no numpy
         out.cast("B")[:] = memoryview(data).cast("B")
@@ -51,7 +67,8 @@ def _for_each_block(data: memoryview | bytes, item: int, into: memoryview | None
 
 
 def _split_halves(words: Any, item: int) -> tuple[Any, Any]:
-    """Return the lower and the upper half of every word; there are no words of 16 bytes, but pairs of 8."""
+    """Return (the lower halves, the upper halves) of words of `item` bytes. Words of 16 bytes are given as pairs of
+    8."""
     if item == 16:
         return words[0::2], words[1::2]
     half = f"<u{item // 2}"
@@ -59,12 +76,12 @@ def _split_halves(words: Any, item: int) -> tuple[Any, Any]:
 
 
 def _split_block(data: Any, planes: Any, item: int) -> None:
-    """Write the planes of a block of elements of `item` bytes."""
+    """Write the byte planes of a block, `data`, of elements of `item` bytes into `planes`; both are arrays of bytes."""
     _spread_words(data.view(f"<u{min(item, 8)}"), planes, item)
 
 
 def _spread_words(words: Any, planes: Any, item: int) -> None:
-    """Write words into their planes, by halves."""
+    """Write words of `item` bytes into their byte planes, by splitting them in halves down to single bytes."""
     import numpy as np
 
     n = len(planes) // 2
@@ -77,12 +94,13 @@ def _spread_words(words: Any, planes: Any, item: int) -> None:
 
 
 def _merge_block(planes: Any, data: Any, item: int) -> None:
-    """Write the elements of a block from its planes."""
+    """Write the elements of a block, of `item` bytes each, from its byte planes into `data`; both are arrays of
+    bytes."""
     _join_words(planes, data.view(f"<u{min(item, 8)}"), item)
 
 
 def _join_words(planes: Any, words: Any, item: int) -> None:
-    """Fill `words` from their planes."""
+    """Fill `words`, of `item` bytes each, from their byte planes, by joining halves."""
     import numpy as np
 
     n = len(planes) // 2

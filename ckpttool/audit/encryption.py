@@ -44,6 +44,8 @@ class _CallbackFile:
     """A file object for pyrage, to read from or to write to."""
 
     def __init__(self, give: Callable[[int], bytes] | None = None, take: Callable[[bytes], None] | None = None) -> None:
+        """Make a file object whose `read` calls `give`, or whose `write` calls `take`; None: it is not read, or not
+        written."""
         self._give_plain, self._take_cipher = give, take
 
     def read(self, size: int) -> bytes:
@@ -66,6 +68,15 @@ class Encryptor:
     """
 
     def __init__(self, write: Callable[[bytes], None], recipients: Sequence[str]) -> None:
+        """Start a thread that encrypts.
+
+        Args:
+            write: called with ciphertext, in order.
+            recipients: public keys of age or ssh, or files with some.
+
+        Raises:
+            UsageError: a recipient is not one, or there are none. MissingPackage: pyrage is not installed.
+        """
         self._keys = parse_recipients(recipients)
         self._write = write
         self._changed = threading.Condition()
@@ -79,7 +90,11 @@ class Encryptor:
         self._thread.start()
 
     def append(self, data: bytes | memoryview) -> None:
-        """Encrypt more plain bytes; `data` is not kept. Waits while a queue is full."""
+        """Encrypt more plain bytes; `data` is not kept. Waits while a queue is full, and may call `write`.
+
+        Raises:
+            CkpttoolError: encryption failed.
+        """
         if self._ended:
             raise AssertionError("plain bytes after the end")
         view = memoryview(data).cast("B")
@@ -89,7 +104,11 @@ class Encryptor:
                 pass
 
     def finish(self) -> None:
-        """Encrypt the rest and pass it to `write`."""
+        """Encrypt the rest and pass it to `write`.
+
+        Raises:
+            CkpttoolError: encryption failed; what was written is incomplete.
+        """
         with self._changed:
             self._ended = True
             self._changed.notify_all()
@@ -105,7 +124,12 @@ class Encryptor:
         self._encrypted.clear()
 
     def _offer_piece(self, piece: bytes) -> bool:
-        """Put a piece into the queue, or pass on ciphertext; returns whether the piece was put there."""
+        """Put a piece into the queue of plain bytes, or pass ciphertext to `write` first; returns whether the piece was
+        put there. If not, call it again.
+
+        Raises:
+            CkpttoolError: encryption failed or was given up.
+        """
         with self._changed:
             self._changed.wait_for(lambda: self._has_room(piece) or self._should_write() or self._done or self._closed)
             self._refuse_failed()
@@ -118,7 +142,7 @@ class Encryptor:
         return False
 
     def _has_room(self, piece: bytes) -> bool:
-        """Return whether a piece fits into the queue."""
+        """Return whether a piece fits into the queue of plain bytes."""
         return self._plain_bytes + len(piece) <= WAITING and len(self._plain) < _MOST
 
     def _should_write(self) -> bool:
@@ -126,7 +150,11 @@ class Encryptor:
         return self._encrypted_bytes >= _PIECE
 
     def _write_rest(self) -> bool:
-        """Pass on ciphertext; returns whether that was the last of it."""
+        """Pass ciphertext to `write` after the last plain bytes; returns whether there is none left.
+
+        Raises:
+            CkpttoolError: encryption failed or was given up.
+        """
         with self._changed:
             self._changed.wait_for(lambda: self._should_write() or self._done or self._closed)
             self._refuse_failed()
@@ -136,7 +164,7 @@ class Encryptor:
         return False
 
     def _write_ready(self) -> None:
-        """Pass on all ciphertext that is ready."""
+        """Pass all ciphertext that is ready to `write`; if that raises, encryption is given up."""
         with self._changed:
             ready = b"".join(self._encrypted)
             self._encrypted.clear()
@@ -164,7 +192,7 @@ class Encryptor:
     # what follows runs in the thread
 
     def _encrypt(self) -> None:
-        """Encrypt until the plain bytes end; runs in the thread."""
+        """Encrypt until the plain bytes end. This is what the thread runs; an error is kept for the other threads."""
         error: BaseException | None = None
         try:
             _import_pyrage().encrypt_io(
@@ -210,6 +238,7 @@ class _ReadAhead:
     """The bytes of a file, read ahead; keeps errors, which pyrage would turn into text."""
 
     def __init__(self, source: Source, file: str, progress: Callable[[int, int], None]) -> None:
+        """Prepare to read a file; `progress` is called with (bytes read, bytes of the file)."""
         self.source, self.file, self.progress = source, file, progress
         self.size = source.size(file)
         self.at = 0  # of what is read ahead
@@ -236,6 +265,7 @@ class _PieceWriter:
     """Collects plain bytes, so that `write` gets large pieces."""
 
     def __init__(self, write: Callable[[bytes], None]) -> None:
+        """Collect plain bytes for `write`, which is called with at least 1 MiB of them, and with the rest."""
         self.out, self.total = write, 0
         self.held = bytearray()
         self.error: BaseException | None = None
@@ -248,7 +278,7 @@ class _PieceWriter:
             self.flush()
 
     def flush(self) -> None:
-        """Write what was gathered."""
+        """Pass the collected bytes to `write`; what that raises is also kept in `error`."""
         data, self.held = bytes(self.held), bytearray()
         try:
             if data:
@@ -270,12 +300,13 @@ def decrypt(
     Bytes written before an error are authentic but incomplete: discard them.
 
     Args:
-        identities: of `parse_identities`.
-        write: takes the plain bytes, in order.
-        progress: (bytes of the file read, bytes of the file).
+        identities: keys, as `parse_identities` returns them.
+        write: called with the plain bytes, in order.
+        progress: called with (bytes of the file read, bytes of the file).
 
     Raises:
         Corrupt: it is not an age file, or is damaged or cut; with the place. UsageError: no identity opens it.
+        MissingPackage: pyrage is not installed. Anything that reading, `write` or `progress` raises.
     """
     pyrage = _import_pyrage()
     what = f"{source.root}/{file}"
@@ -306,7 +337,8 @@ def decrypt(
 
 
 def _payload_start(source: Source, file: str, what: str) -> int:
-    """Return where the pieces of an age file begin.
+    """Return the byte at which the encrypted pieces of an age file begin, after its header; `what` names it in
+    messages.
 
     Raises:
         Corrupt: it has no header, or one without end.
@@ -328,13 +360,13 @@ def _payload_start(source: Source, file: str, what: str) -> int:
 
 
 def parse_recipients(texts: Sequence[str]) -> list[Any]:
-    """Return public keys, for pyrage.
+    """Return public keys as objects of pyrage.
 
     Args:
         texts: "age1...", "ssh-ed25519 ...", "ssh-rsa ...", or files with such a key a line and comments after "#".
 
     Raises:
-        UsageError: one is none of these, or there are none.
+        UsageError: one is none of these, or there are none, or too many. MissingPackage: pyrage is not installed.
     """
     pyrage = _import_pyrage()
     out: list[Any] = []
@@ -357,7 +389,11 @@ def parse_recipients(texts: Sequence[str]) -> list[Any]:
 
 
 def _parse_recipient(text: str, what: str) -> Any:
-    """Return one public key; `what` names it in messages."""
+    """Return one public key, given as text, as an object of pyrage; `what` names it in messages.
+
+    Raises:
+        UsageError: it is not one, or a secret key.
+    """
     import pyrage
 
     if _is_secret_key(text):
@@ -373,13 +409,13 @@ def _parse_recipient(text: str, what: str) -> Any:
 
 
 def parse_identities(files: Sequence[str]) -> list[Any]:
-    """Return secret keys, for pyrage.
+    """Return secret keys as objects of pyrage.
 
     Args:
         files: age identity files, or ssh private keys without a password.
 
     Raises:
-        UsageError: one of them is neither, or there are none.
+        UsageError: one of them is neither, or there are none. MissingPackage: pyrage is not installed.
     """
     pyrage = _import_pyrage()
     out: list[Any] = []
@@ -407,12 +443,24 @@ def parse_identities(files: Sequence[str]) -> list[Any]:
 
 
 def _lines(file: str, kind: str) -> list[tuple[int, str]]:
-    """Return (number, text) of the lines of a key file that are not comments."""
+    """Return (line number, text) of the lines of a key file that are not empty or comments.
+
+    Args:
+        kind: "recipient" or "identity", for messages.
+
+    Raises:
+        UsageError: it cannot be read, or is encrypted or not text.
+    """
     return _key_lines(_read_key_file(file, kind), file)
 
 
 def _key_lines(data: bytes, file: str) -> list[tuple[int, str]]:
-    """Return (number, text) of the lines that are not comments."""
+    """Return (line number, text) of the lines of a key file that are not empty or comments; `file` names it in
+    messages.
+
+    Raises:
+        UsageError: it is encrypted or not text.
+    """
     if data.startswith((_MAGIC, b"-----BEGIN AGE ENCRYPTED FILE")):
         raise UsageError(f"{file} is encrypted itself; decrypt it first (age -d).")
     try:
@@ -423,7 +471,14 @@ def _key_lines(data: bytes, file: str) -> list[tuple[int, str]]:
 
 
 def _read_key_file(file: str, kind: str) -> bytes:
-    """Read a key file of this kind; raises UsageError, also if its name is a secret key."""
+    """Return the bytes of a key file, at most 1 MiB.
+
+    Args:
+        kind: "recipient" or "identity", for messages.
+
+    Raises:
+        UsageError: it cannot be read, or its name is a secret key.
+    """
     if _is_secret_key(file):
         raise UsageError(f"this is a secret key; give the name of the {kind} file.")
     try:

@@ -80,10 +80,18 @@ def export_archive(
     writing: WriteRequest,
     running: RunOptions,
 ) -> Exported:
-    """Write a checkpoint into an archive, its sidecar, and its line in the ledger; `export` explains the arguments.
+    """Write a checkpoint into an archive and, next to it, its sidecar, if it is encrypted, and its line in the ledger.
+
+    Args:
+        src: the checkpoint, in any layout.
+        dst: path or URL of the archive.
+        options: those of the archive.
+        in_ledger: whether to write a line into the ledger of the store.
+        reading, writing, running: how to read the checkpoint, what to write, and how to carry it out, as in `convert`.
 
     Raises:
-        CkpttoolError: as `export`.
+        CkpttoolError: the destination is as it was before; or the archive is there and its sidecar or its line in the
+            ledger could not be written, which the message says.
     """
     sealed = bool(options.recipients)
     folder, name = urls.split_url(dst) if urls.is_url(dst) else os.path.split(os.path.abspath(dst))
@@ -126,7 +134,14 @@ def export_archive(
 
 
 def _unrecorded(e: CkpttoolError | OSError, dst: str, sidecar_there: bool) -> CkpttoolError:
-    """Return the same error, with what it leaves behind: an archive that neither sidecar nor ledger knows."""
+    """Return an error of the same kind, whose message also says that the archive is whole, and what is missing next to
+    it.
+
+    Args:
+        e: why that could not be written.
+        dst: the archive.
+        sidecar_there: whether the sidecar is there (or not needed), so that only the ledger has no line.
+    """
     where = urls.redact_url(dst)
     kind = type(e) if isinstance(e, CkpttoolError) else CkpttoolError
     if not sidecar_there:
@@ -181,10 +196,17 @@ def restore_archive(
     writing: WriteRequest,
     running: RunOptions,
 ) -> ConvertResult:
-    """Convert the state of an archive, which is decrypted first where it must be; `restore` explains the arguments.
+    """Write the state of an archive in another layout; an encrypted one is decrypted first.
+
+    Args:
+        archive: path or URL of the archive.
+        dst: where to write the checkpoint.
+        identities: files with the keys to an encrypted archive; () for others.
+        scratch: folder for its decrypted bytes while it is read; None: that of the destination.
+        reading, writing, running: how to read the archive, what to write, and how to carry it out, as in `convert`.
 
     Raises:
-        CkpttoolError: as `restore`.
+        CkpttoolError: the destination is as it was before. Every tensor is compared with the digest in the manifest.
     """
     where = place(archive)
     if where.file is not None and where.file.endswith(ENCRYPTED) and identities:

@@ -76,7 +76,7 @@ class ThreadLocal(threading.local):
 
 
 def u32_array(data: bytes | bytearray | memoryview) -> array[int]:
-    """Return little-endian numbers of four bytes as an array."""
+    """Return little-endian unsigned numbers of four bytes as an array."""
     out = array("I")
     assert out.itemsize == 4
     out.frombytes(data)
@@ -86,13 +86,13 @@ def u32_array(data: bytes | bytearray | memoryview) -> array[int]:
 
 
 def u32_columns(rows: bytes | bytearray | memoryview, width: int) -> list[array[int]]:
-    """Return the columns of a table with `width` numbers in each row."""
+    """Return the columns of a table of four-byte numbers, which has `width` of them in each row."""
     numbers = u32_array(rows)
     return [numbers[i::width] for i in range(width)]
 
 
 def u32_bytes(numbers: array[int]) -> bytes:
-    """Return the numbers as little-endian bytes."""
+    """Return four-byte numbers as little-endian bytes."""
     if sys.byteorder == "big":
         numbers = numbers[:]
         numbers.byteswap()
@@ -100,13 +100,20 @@ def u32_bytes(numbers: array[int]) -> bytes:
 
 
 def crc_table(crcs: array[int]) -> bytes:
-    """Return the CRC table of these frames, a skippable frame."""
+    """Return the CRC table of an archive file: a frame that zstd skips, with the CRC32 of every other frame's bytes."""
     payload = CRC_TAG + struct.pack("<I", len(crcs)) + u32_bytes(crcs)
     return struct.pack("<II", CRC_MAGIC, len(payload) + 4) + payload + struct.pack("<I", crc32(payload))
 
 
 def seek_table(sizes: array[int], lengths: array[int], checksums: array[int], last: int) -> bytes:
-    """Return the seek table of the frames and of the CRC table, which takes `last` bytes."""
+    """Return the seek table of an archive file: a frame that zstd skips, with a row for each frame before it.
+
+    Args:
+        sizes: bytes of each frame in the file.
+        lengths: bytes of its content.
+        checksums: the last four bytes of each frame, as a number.
+        last: bytes of the CRC table, which is the last frame before the seek table.
+    """
     rows = array("I", bytes(12 * len(sizes) + 12))
     rows[0:-3:3], rows[1:-3:3], rows[2:-3:3] = sizes, lengths, checksums
     rows[-3] = last
@@ -133,10 +140,11 @@ LOOK = " Fetch the file again, or run `ckpttool audit verify` to see what is lef
 
 
 def read_table(source: Source, file: str) -> FrameTable:
-    """Read and check the tables at the end of a file.
+    """Read and check the tables at the end of an archive file, which say where its frames are.
 
     Raises:
-        NotRecognised: there are none, or not those of ckpttool. Corrupt: they contradict each other or the file.
+        NotRecognised: there are none, or they are not those of ckpttool.
+        Corrupt: they contradict each other or the file.
         Unsafe: they have frames of more than `FRAME` bytes, or too many.
     """
     path = os.path.join(source.root, file)
@@ -189,7 +197,11 @@ def read_table(source: Source, file: str) -> FrameTable:
 
 
 def parse_crc_table(payload: memoryview) -> array[int] | None:
-    """Return the CRCs in the payload of a CRC table; None if it is damaged."""
+    """Return the CRC32s in a CRC table, one for each frame; None if it is damaged.
+
+    Args:
+        payload: the bytes of its frame after magic and size.
+    """
     fixed = len(CRC_TAG) + 4
     if len(payload) < fixed + 4 or len(payload) % 4 or payload[:8] != CRC_TAG:
         return None
@@ -205,14 +217,16 @@ class FrameFault(Exception):
 
 
 def frame_header(length: int) -> bytes:
-    """Return the only form of a frame's header: size of the content, single segment, checksum, no dictionary."""
+    """Return the header of a frame with `length` bytes of content, in the only form that ckpttool writes: size of the
+    content, single segment, checksum, no dictionary."""
     flag, size = (0, 1) if length < 256 else (1, 2) if length < 65792 else (2, 4)
     header = length - 256 if flag == 1 else length
     return struct.pack("<IB", ZSTD_MAGIC, flag << 6 | 0x24) + header.to_bytes(size, "little")
 
 
 def parse_frame_header(frame: memoryview) -> tuple[int, int] | None:
-    """Return (bytes of content, bytes of the header) of a frame whose header has that form; None for others."""
+    """Return (bytes of content, bytes of the header) of a frame; None if its header is not as `frame_header` makes
+    it."""
     if len(frame) < 6 or frame[4] & 0x3F != 0x24 or frame[4] >> 6 == 3:
         return None
     flag = frame[4] >> 6
@@ -227,8 +241,11 @@ _local = ThreadLocal()
 def decompress_frame(frame: memoryview, crc: int | None) -> bytes:
     """Return the content of a frame.
 
+    Args:
+        crc: the CRC32 that its bytes must have; None: any.
+
     Raises:
-        FrameFault: it does not have this CRC32, or contradicts itself.
+        FrameFault: it has another CRC32, cannot be decompressed, or has another size than its header says.
     """
     import zstandard
 

@@ -39,15 +39,22 @@ class FrameReader:
     def __init__(
         self, source: Source, file: str, table: FrameTable, item_at: Callable[[int], int], kept: int = 8
     ) -> None:
+        """Prepare to read the archive file `file`, whose frames are in `table`.
+
+        Args:
+            item_at: returns the number of byte planes of the frame whose content begins at an offset; 1: none.
+            kept: decompressed frames to cache.
+        """
         self.source, self.file, self.table, self.item_at, self.kept = source, file, table, item_at, kept
         self._frames: OrderedDict[int, Future[memoryview]] = OrderedDict()
         self._lock = threading.Lock()
 
     def read_into(self, offset: int, view: memoryview) -> None:
-        """Fill `view` with the content from `offset` on.
+        """Fill `view` with the content (the tar) from `offset` on, with byte planes merged to elements.
 
         Raises:
-            Corrupt: the content ends before that, or a frame is damaged.
+            DamagedFrame: a frame is damaged. Corrupt: the content ends before that, or the file cannot be read.
+            RemoteError: the store fails.
         """
         table = self.table
         if offset < 0 or offset + len(view) > table.logical_size:
@@ -66,8 +73,11 @@ class FrameReader:
             view, offset, i = view[n:], offset + n, i + 1
 
     def _cached_frame(self, i: int) -> memoryview:
-        """Return frame `i` decompressed, its byte planes merged back to elements. One thread decompresses, others wait;
-        the last `kept` frames stay, a failed one is tried again."""
+        """Return the content of the frame with number `i`, its byte planes merged to elements.
+
+        The last `kept` frames are cached. One thread decompresses a frame and others wait for it; an error is not
+        cached.
+        """
         with self._lock:
             future = self._frames.get(i)
             mine = future is None
@@ -86,7 +96,11 @@ class FrameReader:
         return future.result()
 
     def _read_frame(self, i: int) -> bytes:
-        """Read and decompress a frame, as it is stored."""
+        """Return the content of the frame with number `i` as it is stored, with byte planes not merged.
+
+        Raises:
+            DamagedFrame: it is damaged. Corrupt, RemoteError: it cannot be read.
+        """
         t = self.table
         raw = memoryview(bytearray(t.sizes[i]))
         self.source.readinto(self.file, t.offsets[i], raw)

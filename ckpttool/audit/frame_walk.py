@@ -74,7 +74,8 @@ class _CheckedFrame(NamedTuple):
 
 
 def walk_file(source: Source, file: str, jobs: int) -> Iterator[FrameResult]:
-    """Yield every frame of a file, in order, decompressed by `jobs` threads; damaged frames and other damage as faults.
+    """Yield every frame of an archive file, in order, decompressed by `jobs` threads; damaged frames and other damage
+    as results with a fault.
 
     If the tables at the end are damaged, frames are found by their own headers and blocks.
 
@@ -106,7 +107,8 @@ def walk_file(source: Source, file: str, jobs: int) -> Iterator[FrameResult]:
 def walk_frames(
     source: Source, file: str, table: FrameTable, first: int, stop: int, jobs: int
 ) -> Iterator[FrameResult]:
-    """Yield the frames [first, stop) of a file whose tables are sound, as `walk_file`.
+    """Yield frames `first` to `stop` - 1 of an archive file whose tables are sound, in order, decompressed by `jobs`
+    threads; damaged ones as results with a fault.
 
     Raises:
         SourceChanged, RemoteError: the file cannot be read. Damage is never raised.
@@ -117,8 +119,14 @@ def walk_frames(
 def _results_of(
     source: Source, file: str, pieces: Iterator[_FrameSpan], jobs: int, start: int, crcs: array[int]
 ) -> Iterator[FrameResult]:
-    """Check spans, and yield their results; the content of the first begins at `start`. The CRC32s of frames are added
-    to `crcs`."""
+    """Check spans of a file, and yield their results, in order.
+
+    Args:
+        pieces: the spans: frames, and bytes that are not frames.
+        jobs: threads.
+        start: where the content of the first frame begins in the tar.
+        crcs: gets the CRC32 of each frame that could be read.
+    """
     size = source.size(file)
     for piece, seen in _check_in_threads(source, file, pieces, jobs):
         if seen.crc is not None:
@@ -133,7 +141,7 @@ def _results_of(
 
 
 def _spans_in_table(table: FrameTable, first: int, stop: int) -> Iterator[_FrameSpan]:
-    """Yield the frames [first, stop) that the tables list."""
+    """Yield the spans of frames `first` to `stop` - 1 in the file, as the tables list them."""
     for k in range(first, stop):
         offset = table.offsets[k]
         yield _FrameSpan(offset, table.sizes[k], None, table.lengths[k], table.crcs[k], table.checksums[k])
@@ -142,7 +150,11 @@ def _spans_in_table(table: FrameTable, first: int, stop: int) -> Iterator[_Frame
 def _check_in_threads(
     source: Source, file: str, pieces: Iterator[_FrameSpan], jobs: int
 ) -> Iterator[tuple[_FrameSpan, _CheckedFrame]]:
-    """Yield the spans with what was found, in order; at most 2 * jobs are checked at once."""
+    """Yield (a span, what was found in it), in order; at most 2 * `jobs` are checked or wait at once.
+
+    Raises:
+        SourceChanged, RemoteError: the file cannot be read.
+    """
     flying: deque[tuple[_FrameSpan, Future[_CheckedFrame]]] = deque()
     pool = ThreadPoolExecutor(jobs, "ckpttool-unfold")
     try:
@@ -159,7 +171,11 @@ def _check_in_threads(
 
 
 def _check_span(source: Source, file: str, piece: _FrameSpan) -> _CheckedFrame:
-    """Read, decompress and check one frame."""
+    """Read, decompress and check the frame in one span; what is wrong with it is in the result.
+
+    Raises:
+        SourceChanged, RemoteError: the file cannot be read.
+    """
     if piece.fault is not None:
         return _CheckedFrame(piece.length, None, piece.fault)
     raw = piece.raw
@@ -196,13 +212,18 @@ class _Search:
     """
 
     def __init__(self, source: Source, file: str, size: int) -> None:
+        """Prepare to search a file of `size` bytes."""
         self.source, self.file, self.size = source, file, size
         self.crcs: array[int] | None = None
         self._base, self._data = 0, memoryview(b"")
         self._steps = self._vain = 0
 
     def _bytes_at(self, at: int, length: int) -> memoryview:
-        """Return bytes of the file, as many as there are."""
+        """Return `length` bytes of the file from offset `at` on, fewer at its end; valid until the next call.
+
+        Raises:
+            SourceChanged, Corrupt, RemoteError: the file cannot be read.
+        """
         length = max(0, min(length, self.size - at))
         if at < self._base or at + length > self._base + len(self._data):
             want = memoryview(bytearray(min(max(length, 2 * MOST_FRAME_BYTES), self.size - at)))
@@ -211,7 +232,12 @@ class _Search:
         return self._data[at - self._base :][:length]
 
     def spans(self) -> Iterator[_FrameSpan]:
-        """Yield what is there, from the first byte to the last."""
+        """Yield the frames of the file and the bytes between them that are not frames, from the first byte to the last.
+        The tables at the end are left out.
+
+        Raises:
+            SourceChanged, RemoteError: the file cannot be read.
+        """
         at = 0
         try:
             while at < self.size:
@@ -239,14 +265,14 @@ class _Search:
         return int.from_bytes(self._bytes_at(at, 4), "little")
 
     def _is_boundary(self, at: int) -> bool:
-        """Return whether a frame or the end of the file can be here."""
+        """Return whether the end of the file is at this offset, or the first bytes of a frame."""
         magic = self._magic_at(at)
         return at == self.size or magic == ZSTD_MAGIC or magic >> 4 == CRC_MAGIC >> 4
 
     def _frame_end(self, at: int) -> int | None:
-        """Return where the frame that begins here ends; None if none does.
+        """Return where the frame that begins at this offset ends; None if none begins there.
 
-        It counts as a frame if something known follows, or if it is intact.
+        It counts as a frame if another one or the end of the file follows, or if it is intact.
         """
         magic = self._magic_at(at)
         if magic == ZSTD_MAGIC:
@@ -260,7 +286,7 @@ class _Search:
         return end if self._is_boundary(end) or self._is_sound(at, end) else None
 
     def _is_sound(self, at: int, end: int) -> bool:
-        """Return whether the bytes are an intact frame or table."""
+        """Return whether bytes `at` to `end` are an intact frame or an intact CRC table."""
         if self._magic_at(at) != ZSTD_MAGIC:
             self._steps += (end - at) >> 10
             return self._crcs_at(at, end) is not None
@@ -274,7 +300,8 @@ class _Search:
         return True
 
     def _end_by_blocks(self, at: int) -> int | None:
-        """Return where a zstd frame ends, as its blocks say; None if they make no sense."""
+        """Return where the zstd frame at this offset ends, as the lengths of its blocks say; None if they make no
+        sense."""
         frame = self._bytes_at(at, MOST_FRAME_BYTES)
         header = parse_frame_header(frame)
         if header is None:
@@ -294,7 +321,7 @@ class _Search:
         return None
 
     def _crcs_at(self, at: int, end: int) -> array[int] | None:
-        """Return the CRCs of the table in this skippable frame; None if it is not intact."""
+        """Return the CRC32s in the CRC table at bytes `at` to `end`; None if no intact one is there."""
         if (
             self._magic_at(at) != CRC_MAGIC
             or end - at > 4 * MOST_FRAMES
@@ -304,7 +331,8 @@ class _Search:
         return parse_crc_table(memoryview(bytes(self._bytes_at(at + 8, end - at - 8))))
 
     def _is_table(self, at: int, end: int) -> bool:
-        """Return whether this skippable frame looks like one of the tables."""
+        """Return whether the frame at bytes `at` to `end`, which zstd skips, is the seek table or the CRC table. The
+        content of the CRC table is kept in `crcs`."""
         if self._magic_at(at) == SEEK_MAGIC:
             return end == self.size
         if self.crcs is None:
@@ -313,8 +341,8 @@ class _Search:
         return False
 
     def _find_next_frame(self, at: int) -> int:
-        """Return where the next sound frame begins; the end of the file if none does, or if the search takes too
-        long."""
+        """Return where the next intact frame begins, at this offset or later; the end of the file if none does, or if
+        the search takes too long."""
         while at + 4 <= self.size and self._vain < _PATIENCE:
             view = self._bytes_at(at, min(MOST_FRAME_BYTES, self.size - at))
             found = _MAGIC.search(view)

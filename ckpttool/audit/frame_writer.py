@@ -68,11 +68,13 @@ class _Compress:
     """
 
     def __init__(self, level: int) -> None:
+        """Prepare to compress at a zstd level, from 1 to 19."""
         self.level = level
         self.local = ThreadLocal()
 
     def _compressor(self, hash_log: int) -> Any:
-        """Return this thread's compressor with this size of its hash; 0 leaves it to the level."""
+        """Return this thread's compressor with a table of 2^`hash_log` entries to look for matches; 0 leaves that to
+        the level."""
         import zstandard
 
         key = str(hash_log)
@@ -90,13 +92,24 @@ class _Compress:
         return self.local.made[key]
 
     def __call__(self, data: memoryview, item: int, fast: bool) -> tuple[bytes, int]:
-        """(the frame, CRC32 of its bytes)."""
+        """Return (the frame with this content, the CRC32 of the frame's bytes).
+
+        Args:
+            item: number of byte planes of the content; 1: none.
+            fast: whether the content is numbers, not text.
+        """
         few = self.level == 1 and fast and item > 1 and not self._has_repeats(data, item)
         frame: bytes = self._compressor(7 if few else 0).compress(data)
         return frame, crc32(frame)
 
     def _has_repeats(self, data: memoryview, item: int) -> bool:
-        """Return whether a sample of the mantissa plane compresses, as rows do that are there twice."""
+        """Return whether a sample of the second-highest byte plane compresses, as it does if rows of a tensor are there
+        twice.
+
+        Args:
+            data: content in byte planes, block by block.
+            item: number of its planes, at least two.
+        """
         sample = bytearray()
         for at in range(0, len(data), byte_planes.BLOCK):
             block = data[at : at + byte_planes.BLOCK]
@@ -133,6 +146,17 @@ class FrameWriter:
         jobs: int,
         earlier: EarlierFile | None = None,
     ) -> None:
+        """Start the threads.
+
+        Args:
+            write: called with the bytes of the file, in order.
+            cuts: where frames must begin, ascending from offset 0.
+            members: the ranges of the content that are hashed.
+            level: zstd level, from 1 to 19.
+            jobs: threads that compress.
+            earlier: what an earlier run left of the file; its frames are compared instead of compressed again. None:
+                nothing.
+        """
         assert cuts[0].offset == 0 and all(a.offset < b.offset for a, b in pairwise(cuts))
         self.write = write
         self.cuts = cuts
@@ -159,7 +183,7 @@ class FrameWriter:
         self._hasher: Any = None
 
     def append(self, data: bytes | memoryview) -> None:
-        """Append `data`; for tensors in planes, the tensor's own bytes."""
+        """Append content; of tensors that are stored in byte planes, give the tensor's own bytes."""
         assert not self._over
         view = memoryview(data).cast("B")
         while len(view):
@@ -186,7 +210,8 @@ class FrameWriter:
         self._buffer = self._free.pop()
 
     def _fill_frame(self, view: memoryview) -> int:
-        """Store the first bytes of `view` in the open frame; returns how many."""
+        """Store the first bytes of `view` in the open frame, in byte planes if the cut says so; returns how many bytes
+        were taken."""
         assert self._buffer is not None
         item, at, room = self.cuts[self._cut].item, self.at - self._start, self._end - self.at
         if item == 1:
@@ -208,14 +233,15 @@ class FrameWriter:
         return n
 
     def _split_waiting(self, end: int) -> None:
-        """Split the waiting block into planes, which end at byte `end` of the frame."""
+        """Split the bytes that wait for a whole block into byte planes, and store them up to byte `end` of the open
+        frame."""
         assert self._buffer is not None
         item, n = self.cuts[self._cut].item, self._waiting
         byte_planes.split(self._block[:n], item, self._buffer[end - n : end])
         self._waiting = 0
 
     def _submit_frame(self) -> None:
-        """Compress and hash the open frame in threads."""
+        """Have threads compress and hash the open frame, and close it; write earlier frames that are done."""
         assert self._buffer is not None
         n = self.at - self._start
         cut = self.cuts[self._cut]
@@ -228,8 +254,13 @@ class FrameWriter:
             self._write_oldest()
 
     def _make_frame(self, data: memoryview, cut: SplitPoint, there: tuple[int, int] | None) -> tuple[bytes, int]:
-        """Return (a frame, CRC32 of its bytes): the earlier one at this (offset, length) of the file, if it holds the
-        data."""
+        """Return (a frame with this content, the CRC32 of the frame's bytes).
+
+        Args:
+            data: the content, in byte planes if `cut` says so.
+            there: (offset, length) of a frame in the earlier run's file, which is returned if it holds the same
+                content; None: there is none.
+        """
         if there and self._read:
             frame = self._read(*there)
             try:
@@ -249,7 +280,8 @@ class FrameWriter:
         self.write(frame)
 
     def _hash_to(self, end: int) -> Future[None]:
-        """Hash the open frame up to this offset, in a thread."""
+        """Have a thread hash the content of the open frame from where hashing ended up to this offset of the
+        content."""
         assert self._buffer is not None
         part = self._buffer[self._hashed - self._start : end - self._start]
         future = self._hash_pool.submit(self._hash_members, self._hashed, part)
@@ -257,7 +289,8 @@ class FrameWriter:
         return future
 
     def _hash_members(self, start: int, data: memoryview) -> None:
-        """Add content to the SHA-256 of the members that it meets; runs in one thread, in order."""
+        """Add `data`, the content from offset `start` on, to the SHA-256 of the members that it belongs to. Calls run
+        in one thread, in order."""
         end = start + len(data)
         while self._ended < len(self.members):
             m = self.members[self._ended]
@@ -275,7 +308,8 @@ class FrameWriter:
             self._ended += 1
 
     def member_sums(self) -> dict[str, str]:
-        """Return {member: SHA-256 of its stored bytes} of those that have ended."""
+        """Return {member: SHA-256 of its stored bytes, in hex} of the members that were appended to their end; waits
+        for the hashing."""
         if self._buffer is not None:
             self._hash_to(self.at - self._waiting).result()
         elif self._flying:
@@ -283,7 +317,8 @@ class FrameWriter:
         return dict(self._sums)
 
     def resumable(self) -> bool:
-        """Return whether an unfinished file can be continued from here: a frame begins, and no member is cut in two."""
+        """Return whether an unfinished file can be continued from here: a frame begins here, and no member is cut in
+        two."""
         i = bisect_left(self.cuts, self.at, key=lambda c: c.offset)
         return i < len(self.cuts) and self.cuts[i].offset == self.at and self._is_between_members(self.at)
 
@@ -303,8 +338,8 @@ class FrameWriter:
             self._write_oldest()
 
     def state(self) -> dict[str, Any]:
-        """Return the sizes of the frames so far as JSON data, for a later run to continue from. Call it only after
-        `flush`, and where `resumable()`."""
+        """Return {"frames": the sizes of the frames so far, in base64}, for a later run to continue from. Call it only
+        after `flush`, and if `resumable()`."""
         assert not self._flying and self.resumable()
         return {"frames": base64.b64encode(u32_bytes(u32_columns(self._rows, 4)[0])).decode()}
 
@@ -324,8 +359,8 @@ class FrameWriter:
 
 
 def _earlier_frames(earlier: EarlierFile | None) -> deque[tuple[int, int]]:
-    """Return (offset, length) of the frames that an earlier writer says it has written; none if the record makes no
-    sense."""
+    """Return (offset, length) of each frame that an earlier run says it has written; none if there was no such run, or
+    its record makes no sense."""
     out: deque[tuple[int, int]] = deque()
     try:
         sizes = u32_array(base64.b64decode(earlier.state["frames"], validate=True)) if earlier else ()

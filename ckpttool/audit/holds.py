@@ -35,10 +35,14 @@ def hold(archive: str, reason: str) -> ledger.LedgerEntry:
 
     Returns the entry of the ledger; its `object_lock` says whether the store holds the object, too.
 
+    Args:
+        archive: path or URL of the archive.
+        reason: why it must be kept.
+
     Raises:
         UsageError: no reason, or no such archive. RemoteError: the store does not allow it; nothing was recorded.
-        Locked: another run is deleting or replacing it. CkpttoolError: the file cannot be written; the hold is in the
-            ledger.
+        Locked: another run is deleting or replacing it. Corrupt: the ledger is damaged. CkpttoolError: the file cannot
+            be written; the hold is in the ledger.
     """
     store, name = _split_with_reason(archive, reason)
     require_archive(store, name)
@@ -46,7 +50,14 @@ def hold(archive: str, reason: str) -> ledger.LedgerEntry:
     with ledger.take_turn(store) as turn:
 
         def still_there(lines: list[ledger.LedgerEntry]) -> ledger.LedgerEntry:
-            """Return the facts of the archive; raises if it is about to be deleted, or gone."""
+            """Return the fields that identify the archive, for the line; {} if it is damaged.
+
+            Args:
+                lines: the entries that the new one will follow.
+
+            Raises:
+                Locked: another run is about to delete or replace it. UsageError: it is gone.
+            """
             begun = None if turn.alone or locked else ledger.find_unfinished(lines, name)
             if begun is not None:
                 raise Locked(
@@ -72,7 +83,12 @@ def hold(archive: str, reason: str) -> ledger.LedgerEntry:
 
 
 def _write_hold_file(store: str, name: str, turn: ledger.Turn, entry: ledger.LedgerEntry) -> None:
-    """Add a hold to the file next to an archive; in an object store, also those that others placed meanwhile."""
+    """Add the hold of a ledger entry to the file next to an archive; in an object store, also later holds that others
+    have placed meanwhile.
+
+    Raises:
+        CkpttoolError: the file or the ledger cannot be read or written.
+    """
     seen: list[ledger.LedgerEntry] = []
     new = [entry]
     while new:
@@ -87,12 +103,16 @@ def _write_hold_file(store: str, name: str, turn: ledger.Turn, entry: ledger.Led
 
 
 def release(archive: str, reason: str) -> ledger.LedgerEntry:
-    """End every legal hold of an archive; `reason` says why. Retention is not affected. The hold file is removed after
-    the line is written.
+    """End every legal hold of an archive, and return the entry of the ledger. Retention is not affected. The hold file
+    is removed after the line is written.
+
+    Args:
+        archive: path or URL of the archive.
+        reason: why it no longer has to be kept.
 
     Raises:
-        UsageError: no reason, no such archive, or nothing holds it. RemoteError: the store still holds the object; run
-            the same command again.
+        UsageError: no reason, no such archive, or nothing holds it. Corrupt: the ledger is damaged. RemoteError: the
+            store still holds the object; run the same command again.
     """
     store, name = _split_with_reason(archive, reason)
     require_archive(store, name)
@@ -104,7 +124,14 @@ def release(archive: str, reason: str) -> ledger.LedgerEntry:
         history = History.of(store, turn.read())
 
         def ended(lines: list[ledger.LedgerEntry]) -> ledger.LedgerEntry:
-            """Return the reasons of the holds that end; raises if nothing holds the archive."""
+            """Return {"released": the reasons of the holds that end}, for the line.
+
+            Args:
+                lines: the entries that the new one will follow.
+
+            Raises:
+                _NothingHeld: nothing holds the archive.
+            """
             held = make_row(name, known, replace(history, lines=lines)).held
             if not held:
                 raise _NothingHeld(f"{urls.redact_url(archive)} is not under a legal hold.")
@@ -126,8 +153,12 @@ def release(archive: str, reason: str) -> ledger.LedgerEntry:
 
 
 def _restore_later_holds(archive: str, turn: ledger.Turn, entry: ledger.LedgerEntry) -> None:
-    """Set again the legal holds that the ledger has after the release `entry`: taking off the object's hold may have
-    removed theirs."""
+    """Set again the legal holds of an object that the ledger records after the release `entry`: ending the object's
+    hold may have ended theirs.
+
+    Raises:
+        CkpttoolError: the store does not allow it, or the ledger or the hold file cannot be read or written.
+    """
     store, name = split_archive_path(archive)
     for later in holds_in_ledger(turn.read(), name)[0].values():
         if later["seq"] > entry["seq"]:
@@ -140,7 +171,11 @@ class _NothingHeld(UsageError):
 
 
 def _split_with_reason(archive: str, reason: str) -> tuple[str, str]:
-    """Return (store, name) of an archive; raises UsageError if the reason is empty."""
+    """Return (store, file name) of the path or URL of an archive.
+
+    Raises:
+        UsageError: it is not named like an archive, or the reason is empty.
+    """
     if not reason.strip():
         raise UsageError("A legal hold, and its release, need a reason.")
     return split_archive_path(archive)

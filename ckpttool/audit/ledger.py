@@ -93,14 +93,26 @@ _OWN = {"seq", "time", "event", "archive", "by", "prev", "hash"}
 
 
 def append_entry(store: str, event: str, archive: str, **facts: Any) -> LedgerEntry:
-    """Add an entry in a turn of its own (`Turn.append`), and return it."""
+    """Add an entry to the ledger of a store in a turn of its own, and return it.
+
+    Args:
+        event: what happened to the archive: "export", "hold", ...
+        archive: its file name.
+        facts: further fields of the entry, as plain data.
+
+    Raises:
+        Corrupt: there is no such folder, or the last line is torn or altered. UsageError: the facts use reserved names,
+            or are too large.
+        Unsafe, RemoteError, CkpttoolError: the ledger cannot be opened, locked or written.
+    """
     with take_turn(store) as mine:
         return mine.append(event, archive, **facts)
 
 
 @contextmanager
 def take_turn(store: str) -> Iterator[Turn]:
-    """Wait for a turn at a store; in a folder, all others are kept from the ledger until it ends.
+    """While the block runs, keep all others from the ledger of a store, if that is in a folder; yields the turn. An
+    object store has no locks.
 
     Raises:
         Corrupt: there is no such folder. Unsafe, CkpttoolError: the ledger cannot be opened or locked.
@@ -119,10 +131,15 @@ class Turn:
     """A turn at a store; `alone` says whether nobody else acts before it ends: in a folder, not in an object store."""
 
     def __init__(self, store: str, fd: int | None) -> None:
+        """Begin a turn; `fd` is the open, locked file of the ledger, None in an object store."""
         self.store, self._fd, self.alone = store, fd, fd is not None
 
     def read(self) -> list[LedgerEntry]:
-        """Return every entry, after checking the chain."""
+        """Return every entry, after checking the chain of hashes.
+
+        Raises:
+            Corrupt: with the number of the first line that does not belong there. RemoteError: the store fails.
+        """
         if self._fd is None:
             return read_entries(self.store)
         with open(self._fd, "rb", closefd=False) as f:
@@ -140,8 +157,11 @@ class Turn:
         """Add an entry, durably, and return it.
 
         Args:
-            following: called with the entries that this one will follow, and once more whenever others add one before
-                us; gives further facts, or raises, and then nothing is added.
+            event: what happened to the archive: "export", "hold", ...
+            archive: its file name.
+            following: called with the entries that this one will follow, and again whenever others add one before us;
+                returns further fields of the entry, or raises, and then nothing is added. None: there are none.
+            facts: further fields of the entry, as plain data.
 
         Raises:
             Corrupt: the last line is torn or altered; nothing was added. RemoteError, CkpttoolError: it cannot be
@@ -168,13 +188,14 @@ class Turn:
 
 
 def is_in_time(entry: Mapping[str, Any]) -> bool:
-    """Return whether what this machine began with a line may still be done; later, others take the run for killed."""
+    """Return whether this machine may still do what it announced by this line, which must be less than ten minutes old,
+    and at most five in the future; later, others take the run for killed."""
     return -_SKEW < datetime.now(UTC) - parse_time(entry["time"]) < _ACTS_WITHIN
 
 
 def find_unfinished(entries: Sequence[Mapping[str, Any]], archive: str) -> Mapping[str, Any] | None:
-    """Return the line that began to delete or replace an archive and has no end; None if there is none, or after an
-    hour."""
+    """Return the line that announced the deletion or replacement of an archive within the last hour, if no line says
+    how that ended; otherwise None."""
     begun: dict[int, Mapping[str, Any]] = {}
     for e in (e for e in entries if e["archive"] == archive):
         if e["event"] in ("delete", "replace"):
@@ -188,9 +209,10 @@ def find_unfinished(entries: Sequence[Mapping[str, Any]], archive: str) -> Mappi
 
 
 def check_writable(store: str) -> list[LedgerEntry]:
-    """Refuse a store whose ledger cannot be written, before work that would end with a line; returns its entries.
+    """Refuse a store whose ledger cannot be written, before work that would end with a line; returns its entries, [] if
+    there is no ledger.
 
-    An existing ledger is opened for writing and locked, as `Turn.append` does it.
+    An existing ledger in a folder is opened for writing and locked, but not changed.
 
     Raises:
         Unsupported: the store has no conditional writes. Corrupt: its ledger is damaged. CkpttoolError: it cannot be
@@ -211,26 +233,34 @@ def check_writable(store: str) -> list[LedgerEntry]:
 
 
 def read_entries(store: str) -> list[LedgerEntry]:
-    """Return every entry, after checking the chain; [] if there is no ledger.
+    """Return every entry of a store's ledger, after checking the chain of hashes; [] if there is no ledger.
 
     Raises:
-        Corrupt: with the number of the first altered line.
+        Corrupt: with the number of the first altered line. Unsafe, RemoteError, CkpttoolError: it cannot be read.
     """
     return read_entries_or_none(store) or []
 
 
 def read_entries_or_none(store: str) -> list[LedgerEntry] | None:
-    """Return every entry as `read_entries`, but None if there is no ledger, which differs from an empty one."""
+    """Return every entry of a store's ledger, after checking the chain of hashes; None if there is no ledger, [] if it
+    is empty.
+
+    Raises:
+        Corrupt: with the number of the first altered line. Unsafe, RemoteError, CkpttoolError: it cannot be read.
+    """
     data = _read_bytes(store)
     return None if data is None else _check_chain(data, _ledger_path(store))
 
 
 def verify_chain(store: str, head: str | None = None) -> dict[str, Any]:
-    """Check the chain: {"entries", "head", "first", "last", "backwards"}, head being the hash of the last line.
+    """Check the ledger of a store: no line was altered, removed or inserted.
 
-    `first` and `last` are times; `backwards` are the lines that `find_backward_times` finds. `head` is the hash of any
-    line, written down when it was the last one: lines that are missing at the end, or a ledger that was written anew,
-    show only by it.
+    Returns {"entries": number of lines, "head": hash of the last one, "first", "last": their times or None,
+    "backwards": the lines before whose time the clock was set back, as `find_backward_times` returns them}.
+
+    Args:
+        head: hash of any line, written down when it was the last one: only by it does it show that lines are missing at
+            the end, or that the ledger was written anew. None: this is not checked.
 
     Raises:
         Corrupt: with the number of the first altered line; or there is no ledger.
@@ -261,11 +291,10 @@ def verify_chain(store: str, head: str | None = None) -> dict[str, Any]:
 
 
 def find_backward_times(entries: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Return lines whose time is more than five minutes before that of the line before: {"line", "time", "before",
-    "seconds"}.
+    """Return the lines whose time is more than five minutes before that of the line before them.
 
-    `before` is the time of the line before, `seconds` by how much it is later. A clock was wrong when one of the two
-    was written; the ledger does not show which.
+    Each is {"line": its number, "time": its time, "before": the time of the line before, "seconds": by how much that is
+    later}. A clock was wrong when one of the two was written; the ledger does not show which.
     """
     out = []
     for a, b in pairwise(entries):
@@ -310,7 +339,7 @@ class Match:
 
 
 def latest_records(entries: Sequence[LedgerEntry]) -> dict[str, LedgerEntry]:
-    """Return {name: the last line that says which archive has it}."""
+    """Return {archive: the last line that says which archive has this name}, of exports and `audit ledger add`."""
     return {e["archive"]: e for e in entries if e["event"] in _RECORDS and isinstance(e.get("manifest_sha256"), str)}
 
 
@@ -318,8 +347,9 @@ def match_archive(recorded: Mapping[str, LedgerEntry], name: str, known: Mapping
     """Compare an archive with what was recorded under its name.
 
     Args:
-        recorded: what `latest_records` found.
-        known: what was found of it: "manifest_sha256", "merkle_root", "sums_sha256", "ciphertext_sha256", "signed"
+        recorded: {name: the line that records an archive}, of `latest_records`.
+        name: the file name of the archive.
+        known: facts of the archive: "manifest_sha256", "merkle_root", "sums_sha256", "ciphertext_sha256", "signed"
             (bool) and "signed_by"; what is None, empty or missing on either side is not compared.
     """
     line = recorded.get(name)
@@ -340,7 +370,8 @@ def match_archive(recorded: Mapping[str, LedgerEntry], name: str, known: Mapping
 
 
 def _describe_difference(known: Mapping[str, Any], line: Mapping[str, Any]) -> str:
-    """Return how an archive differs from the one that a line records, or ""."""
+    """Return a text that says how an archive with the facts `known` differs from the one that a line records; "" if it
+    does not."""
     for key in _HASHES:
         have, listed = known.get(key), line.get(key)
         if have and listed and have != listed:
@@ -375,17 +406,25 @@ def _current_user() -> str:
 
 
 def _canonical_json(entry: LedgerEntry) -> bytes:
-    """Return the only form in which an entry is hashed and written."""
+    """Return an entry as bytes, in the only form in which it is hashed and written."""
     return json.dumps(entry, sort_keys=True, separators=(",", ":"), allow_nan=False).encode("ascii")
 
 
 def _entry_hash(entry: LedgerEntry) -> str:
-    """Return the SHA-256 of an entry without its own hash."""
+    """Return the SHA-256, in hex, of an entry without its field "hash"."""
     return sha256(_canonical_json({k: v for k, v in entry.items() if k != "hash"})).hexdigest()
 
 
 def _make_entry(facts: LedgerEntry, last: LedgerEntry | None) -> tuple[LedgerEntry, bytes]:
-    """Return the entry after `last` (None: it is the first), and its line."""
+    """Return (the entry that follows `last`, its line in bytes).
+
+    Args:
+        facts: the fields of the entry, but for number, time and hashes.
+        last: the entry before; None if this is the first.
+
+    Raises:
+        UsageError: the facts are not plain data, or too large.
+    """
     entry = {
         "seq": last["seq"] + 1 if last else 1,
         "time": format_time(datetime.now(UTC).replace(microsecond=0)),
@@ -404,7 +443,10 @@ def _make_entry(facts: LedgerEntry, last: LedgerEntry | None) -> tuple[LedgerEnt
 
 
 def _parse_line(line: bytes, what: str, number: int) -> LedgerEntry:
-    """Return the entry of a line, if its own hash is right.
+    """Return the entry of a line, if it is as ckpttool writes it and its own hash is right.
+
+    Args:
+        what, number: the ledger's path and the number of the line, for messages.
 
     Raises:
         Corrupt: it is not.
@@ -428,12 +470,16 @@ def _parse_line(line: bytes, what: str, number: int) -> LedgerEntry:
 
 
 def _altered_error(what: str, number: int, why: str) -> Corrupt:
-    """Return the error for a line that was altered."""
+    """Return the error for an altered line of the ledger `what`."""
     return Corrupt(f"{what}: line {number} was altered: {why}. What it and the lines after it say proves nothing.")
 
 
 def _check_chain(data: bytes, what: str) -> list[LedgerEntry]:
-    """Return all entries of a ledger; raises Corrupt at the first line that does not belong there."""
+    """Return all entries in the bytes of a ledger, whose path is `what`.
+
+    Raises:
+        Corrupt: a line is torn or altered, or does not follow the line before.
+    """
     entries: list[LedgerEntry] = []
     prev, at = FIRST, 0
     while at < len(data):
@@ -454,7 +500,8 @@ def _check_chain(data: bytes, what: str) -> list[LedgerEntry]:
 
 
 def _torn_error(what: str, number: int, at: int, size: int) -> Corrupt:
-    """Return the error for a last line without end, which begins at byte `at`."""
+    """Return the error for a last line without end, which begins at byte `at` of the `size` bytes of the ledger
+    `what`."""
     return Corrupt(
         f"{what}: line {number} is torn: its {size - at} bytes have no end. A run was killed while it wrote them, or "
         f"they were altered. Keep a copy, cut them off (truncate -s {at} FILE), and see that the archives are as "
@@ -466,7 +513,11 @@ def _torn_error(what: str, number: int, at: int, size: int) -> Corrupt:
 
 
 def _read_bytes(store: str) -> bytes | None:
-    """Return the whole ledger; None if there is none."""
+    """Return the whole ledger of a store; None if there is none.
+
+    Raises:
+        Unsafe, RemoteError, CkpttoolError: it cannot be read.
+    """
     if urls.is_url(store):
         data, token = objects.get_with_token(_ledger_url(store))
         return None if token is None else data
@@ -479,7 +530,16 @@ def _read_bytes(store: str) -> bytes | None:
 
 @contextmanager
 def _open_locked(store: str, flags: int) -> Iterator[int]:
-    """Open the ledger's file, locked: for reading with others, for writing alone."""
+    """While the block runs, keep the file of a ledger open and locked: shared with other readers, exclusively for
+    writing. Yields its descriptor.
+
+    Args:
+        flags: those of `os.open`.
+
+    Raises:
+        FileNotFoundError: there is no ledger. Unsafe: it is not a regular file. CkpttoolError: it cannot be opened or
+            locked.
+    """
     import fcntl
     import stat
 
@@ -506,7 +566,13 @@ def _open_locked(store: str, flags: int) -> Iterator[int]:
 
 
 def _append_file(store: str, fd: int, facts: LedgerEntry) -> LedgerEntry:
-    """Append a line to the ledger of a folder, whose lock is held, and make it durable."""
+    """Append an entry with these fields to the ledger of a folder, whose lock is held, and make it durable; returns the
+    entry.
+
+    Raises:
+        Corrupt: the last line is torn or altered. UsageError: the facts are not plain data, or too large.
+        NoSpace, CkpttoolError: the line cannot be written; the ledger is as it was.
+    """
     path = _ledger_path(store)
     try:
         size = os.fstat(fd).st_size
@@ -526,7 +592,16 @@ def _append_file(store: str, fd: int, facts: LedgerEntry) -> LedgerEntry:
 
 
 def _read_last_entry(fd: int, size: int, what: str) -> LedgerEntry | None:
-    """Return the entry of the last line, checked as far as it can be without those before; None if there is none."""
+    """Return the entry of the last line, whose own hash is checked, but not the lines before; None if the ledger is
+    empty.
+
+    Args:
+        fd, size: the open ledger and its bytes.
+        what: its path, for messages.
+
+    Raises:
+        Corrupt: the line is torn or altered.
+    """
     if not size:
         return None
     start = max(0, size - _LINE - 1)
@@ -542,7 +617,7 @@ def _read_last_entry(fd: int, size: int, what: str) -> LedgerEntry | None:
 
 
 def _count_lines(fd: int, size: int) -> int:
-    """Return the number of newlines in a file."""
+    """Return the number of newlines in the first `size` bytes of a file."""
     return sum(os.pread(fd, 1 << 20, at).count(b"\n") for at in range(0, size, 1 << 20))
 
 
@@ -557,8 +632,18 @@ def _ledger_url(store: str) -> str:
 def _append_object(
     store: str, facts: LedgerEntry, following: Callable[[list[LedgerEntry]], Mapping[str, Any]] | None
 ) -> LedgerEntry:
-    """Append a line to the ledger of an object store: replace the object if nobody else has, and try again
-    otherwise."""
+    """Append an entry to the ledger of an object store, and return it: the object is replaced if nobody else has
+    replaced it meanwhile, otherwise we try again.
+
+    Args:
+        facts: the fields of the entry.
+        following: called with the entries that this one will follow, at every try; returns further fields, or raises.
+            None: there are none.
+
+    Raises:
+        Corrupt: the ledger is damaged. UsageError: the facts are not plain data, or too large.
+        RemoteError: the store fails, or others wrote to it at every try; nothing was added.
+    """
     url, what = _ledger_url(store), _ledger_path(store)
     sent: tuple[LedgerEntry, bytes] | None = None
     for k in range(_SWAPS):

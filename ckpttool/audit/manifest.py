@@ -59,12 +59,18 @@ class Manifest:
 
 
 def max_record_bytes(archive_bytes: int) -> int:
-    """Return the longest allowed record of an archive of this size, so that a small file cannot fill the memory."""
+    """Return the most bytes that a record (one of the JSON or text files) may have in an archive of `archive_bytes`
+    bytes, so that a small file cannot fill the memory."""
     return min(_MOST, _FLOOR + _RATIO * archive_bytes)
 
 
 def encode_manifest(found: Manifest, places: Mapping[str, plan.TensorPlace]) -> bytes:
-    """Return MANIFEST.json: one line a member, one line a tensor."""
+    """Return the bytes of MANIFEST.json: one line a member, one line a tensor.
+
+    Args:
+        found: its content.
+        places: {tensor: its place in the archive}.
+    """
     parts: dict[str, list[str]] = {}
     for name, t in found.tensors.items():
         parts.setdefault(t.component, []).append(name)
@@ -95,7 +101,7 @@ def encode_manifest(found: Manifest, places: Mapping[str, plan.TensorPlace]) -> 
 
 
 def _tensor_row(name: str, found: Manifest, place: plan.TensorPlace) -> dict[str, Any]:
-    """Return the entry of a tensor."""
+    """Return the entry of the tensor `name` in MANIFEST.json, as plain data."""
     t = found.tensors[name]
     row = {
         "name": name,
@@ -111,12 +117,15 @@ def _tensor_row(name: str, found: Manifest, place: plan.TensorPlace) -> dict[str
 
 
 def _json_lines(rows: Sequence[Any]) -> bytes:
-    """Return a JSON array with one line for each row."""
+    """Return a JSON array as bytes, with one line for each row."""
     return b"[\n" + b",\n".join(b"  " + encode_json(r) for r in rows) + b"\n ]" if rows else b"[]"
 
 
 def decode_manifest(data: bytes, what: str) -> Manifest:
-    """Return the content of MANIFEST.json; places are planned again and compared by `check_manifest`.
+    """Return the content of MANIFEST.json. The places of tensors in it are not checked; `check_manifest` does that.
+
+    Args:
+        what: the path, for messages.
 
     Raises:
         Corrupt, Unsafe: it is damaged.
@@ -147,11 +156,13 @@ def decode_manifest(data: bytes, what: str) -> Manifest:
 
 
 def _parse_tensor(path: Path, dtype: Any, shape: Any, what: str) -> TensorEntry:
-    """Check one manifest row and return its tensor, with no chunks yet.
+    """Check the path, dtype and shape of an entry in a manifest; returns the tensor, without places of its data.
+
+    Args:
+        what: the path of the manifest, for messages.
 
     Raises:
-        Corrupt, Unsafe: path, dtype or shape make no sense (`what` names the manifest). ValueError: a size of the shape
-            is no count.
+        Corrupt, Unsafe: path, dtype or shape make no sense. ValueError: a size of the shape is not a count.
     """
     if not path or path[0] not in COMPONENTS or not all(type(p) is int or type(p) is str for p in path):
         raise Corrupt(f"{what}: {str(path)[:80]} is not the path of a tensor.")
@@ -168,21 +179,27 @@ def _parse_tensor(path: Path, dtype: Any, shape: Any, what: str) -> TensorEntry:
 
 
 def _checked_count(n: Any) -> int:
-    """Return a number of things; raises ValueError if it is none."""
+    """Return `n` if it is a number of things, otherwise raise ValueError."""
     if type(n) is not int or not 0 <= n <= MAX_NUMEL:
         raise ValueError(f"{str(n)[:40]} is not a count")
     return n
 
 
 def _checked_digest(text: Any) -> str:
-    """Return a digest in hex; raises ValueError if it is none."""
+    """Return `text` if it is a digest of 64 digits in hex, otherwise raise ValueError."""
     if not isinstance(text, str) or len(text) != 64 or not set(text) <= set("0123456789abcdef"):
         raise ValueError(f"{str(text)[:80]!r} is not a digest")
     return text
 
 
 def check_manifest(data: bytes, mtime: int, head: bytes, what: str) -> tuple[Manifest, plan.ArchivePlan]:
-    """Return a manifest, and the plan of the archive that contains it.
+    """Return (the content of MANIFEST.json, the places of everything in its archive, which follow from that).
+
+    Args:
+        data: the bytes of MANIFEST.json.
+        mtime: time of all members, in seconds.
+        head: the content of README.txt; for the check only its length counts.
+        what: the path, for messages.
 
     Raises:
         Corrupt, Unsafe: it is not, byte for byte, what ckpttool would write for its content.
@@ -195,12 +212,15 @@ def check_manifest(data: bytes, mtime: int, head: bytes, what: str) -> tuple[Man
 
 
 def encode_sums(hashes: Iterable[tuple[str, str]]) -> bytes:
-    """Return SHA256SUMS, for `sha256sum -c`."""
+    """Return the content of SHA256SUMS, for `sha256sum -c`, from (member, SHA-256 in hex)."""
     return "".join(f"{h}  {name}\n" for name, h in hashes).encode()
 
 
 def decode_sums(data: bytes, what: str) -> dict[str, str]:
-    """Return {member: SHA-256} of SHA256SUMS.
+    """Return {member: SHA-256 in hex} of SHA256SUMS.
+
+    Args:
+        what: the path, for messages.
 
     Raises:
         Corrupt: it is not what `encode_sums` writes.
@@ -218,12 +238,16 @@ def decode_sums(data: bytes, what: str) -> dict[str, str]:
 
 
 def sha256_hex(data: bytes) -> str:
-    """Return the SHA-256 in hex."""
+    """Return the SHA-256 of these bytes in hex."""
     return hashlib.sha256(data).hexdigest()
 
 
 def readme_text(shuffle: bool) -> bytes:
-    """Return README.txt: how to read the archive without ckpttool."""
+    """Return the content of README.txt, which says how to read the archive without ckpttool.
+
+    Args:
+        shuffle: whether large tensors are stored in byte planes, which the text then explains.
+    """
     return (_README + (_PLANES.format(block=BLOCK) if shuffle else "")).encode()
 
 

@@ -27,7 +27,8 @@ __all__ = ["cut_members", "hash_requested_part", "read_with_workers"]
 
 
 def cut_members(archive: Archive) -> list[WorkPart]:
-    """Cut an archive into parts: runs of frames that begin and end with members."""
+    """Return the parts of an archive for workers: runs of frames that begin and end with members (files in the
+    archive)."""
     table = archive.table
     least = least_part_bytes(table.logical_size)
     out: list[WorkPart] = []
@@ -44,12 +45,14 @@ def cut_members(archive: Archive) -> list[WorkPart]:
 def read_with_workers(
     hasher: ArchiveHasher, path: str, workers: Workers, jobs: int, progress: Progress
 ) -> dict[str, Any]:
-    """Read every frame of an archive whose structure is sound, as `ArchiveHasher.hash_all`; returns facts of the run.
+    """Have workers read and hash every frame of an archive whose structure is sound, and add what they found to
+    `hasher`.
 
-    The facts: "name" and "count" of the workers, "parts", and how many of them were submitted "again".
+    Returns facts of the run: "name" and "count" of the workers, "parts": their number, and "again": how many of them
+    had to be submitted again.
 
     Args:
-        path: of the archive, for the workers.
+        path: path or URL at which the workers open the archive.
         jobs: threads of each worker.
 
     Raises:
@@ -61,7 +64,7 @@ def read_with_workers(
     same = {"path": absolute_path(path), "archive": _archive_id(archive), "jobs": jobs}
 
     def request(number: int) -> str:
-        """Return the request for a part."""
+        """Return the request for the part with this number, as JSON."""
         return json.dumps({**same, "first": parts[number].first, "stop": parts[number].stop})
 
     results: dict[int, dict[str, Any]] = {}
@@ -74,7 +77,10 @@ def read_with_workers(
 
 
 def hash_requested_part(request: str) -> str:
-    """Read and hash some frames, in a worker; an error of ours is an answer, too."""
+    """Read and hash the frames that a request names; this runs in a worker.
+
+    Returns the result of `ArchiveHasher.hash_part` as JSON, or, for an error of errors.py, that error as JSON.
+    """
     asked = json.loads(request)
     try:
         with _opened.answer(json.dumps([asked["path"], asked["archive"]])) as archive:
@@ -88,16 +94,19 @@ def hash_requested_part(request: str) -> str:
 
 
 def _archive_id(archive: Archive) -> list[Any]:
-    """Return what tells an archive from others, on any machine: its manifest, and the identity of its file without the
-    device."""
+    """Return what tells an archive from others on any machine: the hash of its manifest, and the identity of its file
+    (size, time or version) without the device."""
     return [archive.manifest_sha256, *archive.identities()[archive.file][1:]]
 
 
 def _open_archive(asked: str) -> Archive:
     """Open the archive that a request names.
 
+    Args:
+        asked: [its path, what `_archive_id` must return for it] as JSON.
+
     Raises:
-        CkpttoolError: this worker finds another one.
+        CkpttoolError: it cannot be opened, or this worker finds another one at that path.
     """
     path, wanted = json.loads(asked)
     where = place(path)

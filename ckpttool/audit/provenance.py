@@ -32,8 +32,19 @@ _DEEPEST = 64  # parts of a path
 def collect_provenance(
     how: ArchiveOptions, now: datetime, mtime: int, ckpt: Checkpoint, source: Source, config: str | None
 ) -> dict[str, Any]:
-    """Return the record of an export; `mtime`, in seconds, is when the source was last written. If it is reproducible,
-    it contains only what was given on the command line."""
+    """Return the content of PROVENANCE.json for an export. If it is reproducible, that is only what was given on the
+    command line.
+
+    Args:
+        how: the options of the export.
+        now: the time of the export.
+        mtime: when the source was last written, in seconds.
+        ckpt, source: the checkpoint that is exported, and its files.
+        config: folder with config.json and tokenizer that were named on the command line; None: those in the source.
+
+    Raises:
+        CkpttoolError: a configuration file cannot be read.
+    """
     import platform
     import socket
 
@@ -69,7 +80,7 @@ def collect_provenance(
 
 
 def _encode_config_file(data: bytes) -> dict[str, str]:
-    """Return a configuration file as JSON: its hash, and its text or base64."""
+    """Return a configuration file as plain data: {"sha256": in hex, and "text" or, if it is not UTF-8, "base64"}."""
     known = {"sha256": manifest.sha256_hex(data)}
     try:
         return known | {"text": data.decode()}
@@ -88,7 +99,7 @@ def _installed_version(name: str) -> str | None:
 
 
 def _current_user() -> str:
-    """Return the name of the user, or the number where it has none."""
+    """Return the name of the user; the number, if it has no name."""
     import getpass
 
     try:
@@ -98,15 +109,18 @@ def _current_user() -> str:
 
 
 def encode_provenance(record: Mapping[str, Any]) -> bytes:
-    """Return the bytes of the record. Paths that are not UTF-8 are kept, as JSON escapes."""
+    """Return PROVENANCE.json with this content. Paths that are not UTF-8 are kept, as JSON escapes."""
     return bounded_json.encode(record, indent=1) + b"\n"
 
 
 def decode_provenance(data: bytes, what: str) -> dict[str, Any]:
-    """Return the content of a record, with all types as `collect_provenance` writes them.
+    """Return the content of PROVENANCE.json, its types checked.
+
+    Args:
+        what: the path, for messages.
 
     Raises:
-        Corrupt, Unsafe: it has other content, or another formatting.
+        Corrupt, Unsafe: it has other content, or another formatting, than ckpttool writes.
     """
     parsed = bounded_json.parse(data, what)
     if not isinstance(parsed, dict) or parsed.get("schema") != manifest.SCHEMA:
@@ -127,7 +141,10 @@ def decode_provenance(data: bytes, what: str) -> dict[str, Any]:
 
 
 def decode_config_files(record: Mapping[str, Any], what: str) -> dict[str, bytes]:
-    """Return {name: bytes} of the configuration files in a record.
+    """Return {name: bytes} of the configuration files in the content of PROVENANCE.json.
+
+    Args:
+        what: the path, for messages.
 
     Raises:
         Unsafe: one has a name that is not a plain file name. Corrupt: one does not have its SHA-256.
@@ -159,30 +176,34 @@ def _is_dict_of_texts(x: Any) -> bool:
 
 
 def _is_count(x: Any) -> bool:
+    """Return whether a value is a number of things, of type int."""
     return type(x) is int and 0 <= x < 1 << 62
 
 
 def _is_time(x: Any) -> bool:
+    """Return True if a text is a time in the format of records; raises ValueError or TypeError if not."""
     return bool(retention.parse_time(x))
 
 
 def member_mtime(record: Mapping[str, Any]) -> int:
-    """Return the time of all members of an archive: when its source was last written or, if reproducible, that of the
-    record."""
+    """Return the time of all members of an archive with this provenance, in seconds: when its source was last written
+    or, if the export was reproducible, the time of the export; 0 if there is neither."""
     when = (record.get("source") or {}).get("modified") or record["created"]
     return int(retention.parse_time(when).timestamp()) if when else 0
 
 
 def _or_none(fits: Any) -> Any:
-    """Return a check that also accepts None."""
+    """Return a check that accepts None and what the check `fits` accepts."""
     return lambda x: x is None or fits(x)
 
 
 def _is_path(x: Any) -> bool:
+    """Return whether a value is the path of an entry in a checkpoint: a list of texts and numbers, not empty."""
     return isinstance(x, list) and 0 < len(x) <= _DEEPEST and all(type(p) is str or _is_count(p) for p in x)
 
 
 def _is_list_of_path_pairs(x: Any) -> bool:
+    """Return whether a value is a list of [path, path], of entries in a checkpoint."""
     return isinstance(x, list) and all(
         isinstance(r, list) and len(r) == 2 and _is_path(r[0]) and _is_path(r[1]) for r in x
     )
@@ -203,6 +224,7 @@ def _is_source(x: Any) -> bool:
 
 
 def _is_dict_of_files(x: Any) -> bool:
+    """Return whether a value is {name: {"sha256", and "text" or "base64"}}, all texts."""
     return isinstance(x, dict) and all(
         _is_dict_of_texts(f) and (f.keys() == {"sha256", "text"} or f.keys() == {"sha256", "base64"})
         for f in x.values()

@@ -64,17 +64,18 @@ def prune(
 
     Args:
         keep_last: keep this many of the newest of every run (`--meta run=` of the export; archives without it are one
-            run).
+            run). None, of each policy: do not use it.
         keep_within: keep those exported within this time before `now`.
-        keep_every: keep those of training steps that are multiples of it.
+        keep_every: keep those whose training step is a multiple of it.
         dry_run: change nothing, not even the ledger.
         no_ledger: also delete archives that the ledger does not know, and in stores without one; known holds still
             count.
-        now: the time; that of the clock if not given.
+        now: the present time; None: that of the clock.
 
     Raises:
         UsageError: no policy is given, or an invalid one. Corrupt: the ledger is damaged, or missing although there are
             archives; nothing was deleted.
+        RemoteError, CkpttoolError: the store or the ledger cannot be read or written.
     """
     _check_policies(keep_last, keep_within, keep_every)
     now = (now or datetime.now(UTC)).astimezone(UTC)
@@ -120,7 +121,7 @@ def prune(
 
 
 def _check_policies(keep_last: int | None, keep_within: timedelta | None, keep_every: int | None) -> None:
-    """Raise UsageError unless at least one policy is given, and each is greater than zero."""
+    """Raise UsageError unless at least one policy is given (not None), and each is greater than zero."""
     if keep_last is None and keep_within is None and keep_every is None:
         raise UsageError(
             f"Say what to keep: {argument('keep_last')}, {argument('keep_within')}, {argument('keep_every')}, or "
@@ -136,7 +137,8 @@ def _check_policies(keep_last: int | None, keep_within: timedelta | None, keep_e
 
 
 def _why_unjudged(row: ListingRow, now: datetime) -> str:
-    """Return why an archive cannot be judged, or ""."""
+    """Return why an archive cannot be judged by its age: it is damaged, or its date is missing or later than `now`; ""
+    if it can."""
     if row.facts is None:
         return f"it is not a valid archive: {row.damaged}"
     made = export_time(row.facts)
@@ -154,7 +156,14 @@ def _why_unjudged(row: ListingRow, now: datetime) -> str:
 def _keep_reasons(
     known: ArchiveFacts, rank: int, now: datetime, last: int | None, within: timedelta | None, every: int | None
 ) -> tuple[str, ...]:
-    """Return which policies keep an archive that is the `rank`-th newest of its run."""
+    """Return a text for each policy that keeps an archive; () if none does.
+
+    Args:
+        known: the facts of the archive.
+        rank: 1 for the newest archive of its run, 2 for the one before, ...
+        now: the present time.
+        last, within, every: the policies `keep_last`, `keep_within` and `keep_every` of `prune`; None: not used.
+    """
     made = export_time(known)
     out: list[str] = []
     if last is not None and rank <= last:
@@ -167,7 +176,7 @@ def _keep_reasons(
 
 
 def _describe_age(within: timedelta) -> str:
-    """Return a duration for people: "90 days", "12 hours", "1 day"."""
+    """Return a duration as text: "90 days", "12 hours", "1 day"."""
     hours, rest = divmod(int(within.total_seconds()), 3600)
     if rest or not hours:
         return count_noun(int(within.total_seconds()), "second")
@@ -175,7 +184,12 @@ def _describe_age(within: timedelta) -> str:
 
 
 def _why_unrecorded(row: ListingRow, no_ledger: bool) -> str:
-    """Return why the ledger does not allow an archive to be deleted, or ""."""
+    """Return why the ledger does not allow an archive to be deleted: it records another one under this name, or does
+    not know this one; "" if it does.
+
+    Args:
+        no_ledger: whether to allow one that the ledger does not know.
+    """
     if row.ledger == "differs":
         return row.warnings[0].rstrip(".")
     if row.ledger == "unknown" and not no_ledger:
@@ -188,12 +202,22 @@ def _why_unrecorded(row: ListingRow, no_ledger: bool) -> str:
 
 
 def _delete_archive(store: str, row: ListingRow, source: Source, history: History, now: datetime) -> str:
-    """Delete an archive, after recording that in the ledger; returns why it was not deleted, or ""."""
+    """Delete an archive, after recording that in the ledger; returns why it was not deleted, "" if it was.
+
+    Args:
+        row: what is known of the archive.
+        source: where its facts were read, to see whether it has changed since.
+        history: what the store records next to its archives; its lines are brought up to date.
+        now: the present time.
+
+    Raises:
+        CkpttoolError: the ledger cannot be read or written.
+    """
     assert row.facts is not None
     with ledger.take_turn(store) as turn:
 
         def record(event: str, **facts: Any) -> ledger.LedgerEntry:
-            """Append a line about the archive, and keep `history` up to date."""
+            """Append a line about the archive to the ledger, bring `history` up to date, and return the line."""
             entry = turn.append(event, row.name, **facts, **identifying_fields(known))
             lines = history.lines or []
             if entry["prev"] == (lines[-1]["hash"] if lines else ledger.FIRST):

@@ -36,7 +36,8 @@ _HOURS = {"h": 1, "d": 24, "w": 24 * 7, "m": 24 * 31, "y": 24 * 366}
 
 
 def format_time(time: datetime) -> str:
-    """Return a time in the format of records: UTC, fractions of a second rounded up."""
+    """Return a time as text in the format of all records: UTC, "2033-01-01T00:00:00Z", fractions of a second rounded
+    up."""
     time = time.astimezone(UTC)
     if time.microsecond:
         time = time.replace(microsecond=0) + timedelta(seconds=1)
@@ -44,10 +45,10 @@ def format_time(time: datetime) -> str:
 
 
 def parse_time(text: str) -> datetime:
-    """Return the time of a record.
+    """Return the time that a text in the format of `format_time` states, with its time zone, UTC.
 
     Raises:
-        ValueError: it is not in the format of `format_time`.
+        ValueError: it is not in this format.
     """
     if not re.fullmatch(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\dZ", text, re.ASCII):
         raise ValueError(f"{text!r} is not a UTC time like 2033-01-01T00:00:00Z")
@@ -55,8 +56,10 @@ def parse_time(text: str) -> datetime:
 
 
 def parse_retention(text: str, start: datetime) -> datetime:
-    """Return when a retention ends that begins at `start`: "7y", "18m" (months), "2w", "90d", a date or an ISO time
-    (UTC if it says nothing else).
+    """Return when a retention that begins at `start` ends.
+
+    Args:
+        text: "7y", "18m" (months), "2w", "90d", a date or an ISO time (UTC if it says nothing else).
 
     Raises:
         UsageError: it is none of these, or has passed.
@@ -78,8 +81,11 @@ def parse_retention(text: str, start: datetime) -> datetime:
 
 
 def _add_duration(start: datetime, n: int, unit: str) -> datetime:
-    """Return `start` plus `n` days, weeks, months or years of the calendar; raises OverflowError after the year
-    9999."""
+    """Return `start` plus `n` days ("d"), weeks ("w"), months ("m") or years ("y") of the calendar, in UTC.
+
+    Raises:
+        OverflowError: that is after the year 9999.
+    """
     start = start.astimezone(UTC)
     if unit in "dw":
         return start + timedelta(hours=n * _HOURS[unit])
@@ -91,10 +97,10 @@ def _add_duration(start: datetime, n: int, unit: str) -> datetime:
 
 
 def parse_age(text: str) -> timedelta:
-    """Return how old an archive may be: "12h", "90d", "2w", "18m" (months of 31 days), "7y" (years of 366).
+    """Return the duration that a text states: "12h", "90d", "2w", "18m" (months of 31 days), "7y" (years of 366).
 
     Raises:
-        UsageError: it is none of these.
+        UsageError: it is none of these, or zero.
     """
     found = _SHORT.fullmatch(text)
     if not found or not int(found[1]):
@@ -103,7 +109,12 @@ def parse_age(text: str) -> timedelta:
 
 
 def encode_retention(retain: str | None, hold: str | None, start: datetime) -> bytes | None:
-    """Return RETENTION.json for `--retain` and `--legal-hold`; None without either.
+    """Return the content of RETENTION.json; None if there is neither a retention nor a hold.
+
+    Args:
+        retain: how long to keep the archive, as `parse_retention` takes it; None: not said.
+        hold: the reason of a legal hold; None: there is none.
+        start: when both begin.
 
     Raises:
         UsageError: the retention is invalid, or the hold has no reason.
@@ -122,10 +133,13 @@ def encode_retention(retain: str | None, hold: str | None, start: datetime) -> b
 
 
 def decode_retention(data: bytes, what: str) -> dict[str, Any]:
-    """Return the content of RETENTION.json.
+    """Return the content of RETENTION.json: {"schema", "retain_until", "retain", "legal_hold"}, checked.
+
+    Args:
+        what: the path, for messages.
 
     Raises:
-        Corrupt, Unsafe: it is not what `encode_retention` writes; with `what`.
+        Corrupt, Unsafe: it is not what `encode_retention` writes.
     """
     parsed = bounded_json.parse(data, what)
     if not isinstance(parsed, dict) or parsed.get("schema") != SCHEMA:
@@ -148,7 +162,13 @@ def decode_retention(data: bytes, what: str) -> dict[str, Any]:
 
 
 def object_lock_arguments(retention: dict[str, Any] | None, mode: str = "GOVERNANCE") -> dict[str, Any]:
-    """Return S3's arguments for the object lock of a RETENTION.json. Nobody can shorten mode COMPLIANCE."""
+    """Return the arguments of S3's put_object that lock an object until a retention ends, and hold it; {} if there is
+    nothing to lock.
+
+    Args:
+        retention: the content of RETENTION.json; None if there is none.
+        mode: "GOVERNANCE" or "COMPLIANCE", which nobody can shorten.
+    """
     out: dict[str, Any] = {}
     if retention and retention["retain_until"]:
         out |= {"ObjectLockMode": mode, "ObjectLockRetainUntilDate": parse_time(retention["retain_until"])}

@@ -56,12 +56,16 @@ _PIECE = 4 << 20
 
 
 def sidecar_name(file: str) -> str:
-    """Return the name of the sidecar of an encrypted archive."""
+    """Return the name of the file next to an encrypted archive that describes it."""
     return file + ".json"
 
 
 def hash_ciphertext(source: Source, file: str, progress: Progress) -> dict[str, Any]:
-    """Hash a file: {"bytes", "sha256", "blake3", "block_bytes", "blocks"}."""
+    """Hash an encrypted archive.
+
+    Returns {"bytes": its size, "sha256", "blake3": of the whole file, "block_bytes": 64 MiB, "blocks": the SHA-256 of
+    every block of that size}.
+    """
     whole, tree = hashlib.sha256(), blake3()
     blocks = []
     size = source.size(file)
@@ -83,7 +87,12 @@ def hash_ciphertext(source: Source, file: str, progress: Progress) -> dict[str, 
 
 
 def encode_sidecar(archive: Mapping[str, Any], hashes: Mapping[str, Any]) -> bytes:
-    """Return the sidecar of an archive with these facts and hashes."""
+    """Return the content of the file that describes an encrypted archive.
+
+    Args:
+        archive: its facts, the fields of `ArchiveFacts`.
+        hashes: of `hash_ciphertext`.
+    """
     parsed = {
         "schema": _SCHEMA,
         "open": f"age -d -i SECRET.key -o {archive['name'].removesuffix('.age')} {archive['name']}",
@@ -124,12 +133,16 @@ def read_sidecar(source: Source, file: str) -> dict[str, Any]:
 
 
 def hold_name(file: str) -> str:
-    """Return the name of the hold file of an archive."""
+    """Return the name of the file next to an archive that lists its legal holds."""
     return file + HOLD
 
 
 def encode_holds(file: str, held: Sequence[Mapping[str, Any]]) -> bytes:
-    """Return the hold file of an archive."""
+    """Return the content of the file with the legal holds of the archive `file`.
+
+    Args:
+        held: {"reason", "since", "by", "manifest_sha256", "created"} of each hold; missing ones are written as null.
+    """
     parsed = {"schema": _HOLD_SCHEMA, "archive": file, "holds": [{k: h.get(k) for k in _HELD} for h in held]}
     return bounded_json.encode(parsed, indent=1) + b"\n"
 
@@ -138,8 +151,10 @@ _HELD = ("reason", "since", "by", "manifest_sha256", "created")
 
 
 def read_holds(source: Source, file: str) -> list[dict[str, Any]]:
-    """Return the holds in the hold file of an archive, which must exist; a damaged file is a hold for an unknown
-    reason.
+    """Return the legal holds in the hold file of the archive `file`, which must exist.
+
+    Each is {"reason", "since", "by", "manifest_sha256", "created"}. A damaged file is one hold for an unknown reason,
+    with "reason" alone.
 
     Raises:
         RemoteError: the store fails.
@@ -168,7 +183,7 @@ def _is_hold(h: Any) -> bool:
 
 
 def write_small_file(folder: str, name: str, data: bytes) -> None:
-    """Write or replace a small file next to an archive, atomically.
+    """Write or replace a small file in a store, a folder or the URL of one, atomically.
 
     Raises:
         CkpttoolError: it cannot be written.

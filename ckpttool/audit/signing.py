@@ -53,16 +53,19 @@ def sign(
     certificate: str | None = None,
     chain: Sequence[str] = (),
 ) -> bytes:
-    """Return the signature bundle over files, (path, SHA-256 in hex) each.
+    """Return the signature bundle, the content of model.sig, over files.
 
     Args:
+        resources: (path, SHA-256 in hex) of each file.
         name: the name of the signed model; it is not checked.
         key: file of the private key, PEM.
-        certificate: file of the certificate of that key, PEM; without one the bundle only hints at the key.
+        password: that of the key's file; None if it has none.
+        certificate: file of the certificate of that key, PEM; if None, the bundle only names the key by its hash.
         chain: files of the certificates between that one and the root.
 
     Raises:
-        UsageError: model-signing is not installed, or a file is not what it should be.
+        UsageError: a file is not what it should be, or the password is wrong. MissingPackage: model-signing is not
+            installed.
     """
     with _import_model_signing() as lib, tempfile.TemporaryDirectory() as folder:
         private = _load_private_key(key, password)
@@ -94,16 +97,19 @@ def verify(
     public_key: str | None = None,
     certificates: Sequence[str] = (),
 ) -> str:
-    """Verify the signature over files, (path, SHA-256 in hex) each; returns a line that names the signer.
+    """Verify a signature over files; returns a line that names the signer.
 
     Args:
-        public_key: file of the public key, PEM, for a bundle that was signed with a key.
+        bundle: the content of model.sig.
+        resources: (path, SHA-256 in hex) of each file.
+        public_key: file of the public key, PEM, for a bundle that was signed with a key; None for others.
         certificates: files of the root certificates that are trusted, PEM, for one that was signed with a certificate.
 
     Raises:
         Differs: the signature is invalid, or files were changed, added or removed.
-        Corrupt: the bundle is damaged. Unsupported: model-signing before 1.0 made it.
-        UsageError: model-signing is not installed, or the key or certificate for the check is missing or unreadable.
+        Corrupt: the bundle is damaged. Unsupported: model-signing before 1.0 made it, or it signs other hashes.
+        UsageError: the key or certificate for the check is missing or unreadable. MissingPackage: model-signing is not
+            installed.
     """
     material = _verification_material(bundle)
     with _import_model_signing() as lib, tempfile.TemporaryDirectory() as folder:
@@ -132,7 +138,8 @@ def verify(
 
 
 def describe_signer(bundle: bytes) -> str:
-    """Return who signed, according to the bundle, without verification; works without model-signing.
+    """Return a line that names the key or certificate in a bundle. Nothing is verified, and model-signing is not
+    needed.
 
     Raises:
         Corrupt: the bundle is damaged. Unsupported: model-signing before 1.0 made it.
@@ -144,7 +151,12 @@ def describe_signer(bundle: bytes) -> str:
 
 
 def _verification_material(bundle: bytes) -> dict[str, Any]:
-    """Return the verification material, checked: {"publicKey": {"hint": str}} or {"x509CertificateChain": ...}."""
+    """Return what a bundle says of its signer: {"publicKey": {"hint": SHA-256 of the public key}} or
+    {"x509CertificateChain": {"certificates": [...]}}.
+
+    Raises:
+        Corrupt, Unsafe: the bundle is damaged. Unsupported: model-signing before 1.0 made it.
+    """
     tree = bounded_json.parse(bundle, SIGNATURE)
     try:
         if tree["mediaType"] != _MEDIA_TYPE:
@@ -170,10 +182,10 @@ def _verification_material(bundle: bytes) -> dict[str, Any]:
 
 
 def _describe_signer(material: dict[str, Any]) -> str:
-    """Describe the signing key or certificate in one line.
+    """Return a line that names the signing key or certificate.
 
     Args:
-        material: the bundle's verificationMaterial, as `_verification_material` has checked it.
+        material: what the bundle says of its signer, of `_verification_material`.
 
     Raises:
         Corrupt: the certificate cannot be read.
@@ -200,7 +212,12 @@ def _describe_signer(material: dict[str, Any]) -> str:
 
 
 def _difference_error(signed: Any, resources: Sequence[tuple[str, str]]) -> Differs | Unsupported:
-    """Return the error that says which files differ from those of a manifest whose signature is valid."""
+    """Return the error that says which files differ from those that were signed; the signature itself is valid.
+
+    Args:
+        signed: the manifest in the bundle, an object of model_signing.
+        resources: (path, SHA-256 in hex) of each file that is there.
+    """
     method = signed.serialization_type
     if (method.get("method"), method.get("hash_type")) != ("files", "sha256"):
         return Unsupported(
@@ -221,11 +238,13 @@ def _difference_error(signed: Any, resources: Sequence[tuple[str, str]]) -> Diff
 
 
 def _list_names(names: list[str]) -> str:
+    """Return the first five names, sorted, and how many more there are, as a text for a message."""
     return list_first((printable(n)[:200] for n in sorted(names)), 5)
 
 
 def _short_reason(e: Exception) -> str:
-    """Return the library's error, in a line; a wrong signature has no message."""
+    """Return an error of the library as one line of at most 200 characters; a wrong signature has no message of its
+    own."""
     return printable(" ".join(str(e).split()).rstrip(".")[:200]) or "it does not match the signed content"
 
 
@@ -233,7 +252,17 @@ def _short_reason(e: Exception) -> str:
 
 
 def _use_key(config: Any, hint: str, public_key: str | None, certificates: Sequence[str]) -> None:
-    """Have the library verify with a public key, which must be the one that the bundle hints at."""
+    """Have the library verify with a public key.
+
+    Args:
+        config: the library's configuration, which is changed.
+        hint: SHA-256 of the public key, as the bundle has it.
+        public_key: file of the key, PEM; None if none was given.
+        certificates: those given instead, only for the message.
+
+    Raises:
+        Differs: the bundle was made with another key. UsageError: no key was given, or it cannot be read or used.
+    """
     from cryptography.exceptions import UnsupportedAlgorithm
     from cryptography.hazmat.primitives import serialization
 
@@ -256,7 +285,11 @@ def _use_key(config: Any, hint: str, public_key: str | None, certificates: Seque
 
 
 def _use_certificates(config: Any, certificates: Sequence[str]) -> None:
-    """Have the library verify with root certificates."""
+    """Have the library verify with root certificates; `config` is its configuration, which is changed.
+
+    Raises:
+        UsageError: no certificate was given, or one cannot be read.
+    """
     if not certificates:  # the library would trust whoever has a web site
         raise UsageError(
             f"the archive was signed with a certificate; give {argument('certificates')}, the root that you trust."
@@ -267,7 +300,11 @@ def _use_certificates(config: Any, certificates: Sequence[str]) -> None:
 
 
 def _load_private_key(file: str, password: str | None) -> Any:
-    """Load a private key; raises UsageError."""
+    """Return the private key in a PEM file, as an object of cryptography; `password` is None if it has none.
+
+    Raises:
+        UsageError: it cannot be read, the password is wrong, or it is on another curve than P-256, P-384 or P-521.
+    """
     from cryptography.exceptions import UnsupportedAlgorithm
     from cryptography.hazmat.primitives import serialization
 
@@ -286,7 +323,7 @@ def _load_private_key(file: str, password: str | None) -> Any:
 
 
 def _refuse_curve(key: Any, file: str) -> None:
-    """Raise UsageError unless a key is on one of the curves that model-signing knows."""
+    """Raise UsageError unless a key, from `file`, is on a curve that model-signing knows: P-256, P-384 or P-521."""
     curve = getattr(getattr(key, "curve", None), "name", None)
     if curve not in _CURVES:
         raise UsageError(
@@ -295,7 +332,11 @@ def _refuse_curve(key: Any, file: str) -> None:
 
 
 def _load_certificates(file: str) -> Any:
-    """Load the certificates in a PEM file; raises UsageError."""
+    """Return the certificates in a PEM file, as objects of cryptography.
+
+    Raises:
+        UsageError: the file cannot be read, or holds none.
+    """
     from cryptography import x509
 
     pem = _read_key_file(file)
@@ -306,7 +347,11 @@ def _load_certificates(file: str) -> Any:
 
 
 def _read_key_file(file: str) -> bytes:
-    """Read a key or certificate file; raises UsageError."""
+    """Return the bytes of a key or certificate file, at most 1 MiB.
+
+    Raises:
+        UsageError, CkpttoolError: it cannot be read.
+    """
     try:
         with open(file, "rb") as f:
             return f.read(1 << 20)
@@ -316,7 +361,8 @@ def _read_key_file(file: str) -> bytes:
 
 @contextmanager
 def _as_file(private: Any) -> Iterator[str]:
-    """Yield a path that the library reads the key from: a pipe, so that a decrypted key is never on a disk.
+    """While the block runs, provide a private key at a path, which is yielded and can be read once: a pipe, so that a
+    decrypted key is never on a disk.
 
     The library takes keys only by path, expects passwords of the wrong type, and none together with a certificate.
     """
@@ -341,7 +387,11 @@ def _as_file(private: Any) -> Iterator[str]:
 
 @contextmanager
 def _import_model_signing() -> Iterator[Any]:
-    """Yield model_signing, without its warnings and logs."""
+    """While the block runs, silence the warnings and logs of model_signing; yields that module.
+
+    Raises:
+        MissingPackage: it is not installed.
+    """
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         try:
@@ -355,8 +405,14 @@ def _import_model_signing() -> Iterator[Any]:
 
 
 def _known_hashes(lib: Any, name: str, resources: Sequence[tuple[str, str]]) -> Any:
-    """Return a stand-in for the library's hashing of a folder, with known hashes; its `manifest.signed` are those of
-    the bundle."""
+    """Return a configuration for model_signing (`lib`) that returns known hashes instead of hashing a folder.
+
+    Its `manifest.signed` is, after a verification, the manifest of the bundle; None if the signature itself is invalid.
+
+    Args:
+        name: the name of the signed model.
+        resources: (path, SHA-256 in hex) of each file.
+    """
     from model_signing._hashing.hashing import Digest
 
     class Listed(lib.manifest.Manifest):  # type: ignore[misc]

@@ -26,6 +26,11 @@ class Spool(Source):
     local = False
 
     def __init__(self, folder: str, root: str, name: str) -> None:
+        """Create an empty file without a name in `folder`. It stands for the file `name` of the store `root`.
+
+        Raises:
+            CkpttoolError: the folder cannot be written to.
+        """
         self.root, self.name = root, name
         self._end = 0
         try:
@@ -35,7 +40,11 @@ class Spool(Source):
             raise write_error(e, folder) from e
 
     def append(self, data: bytes) -> None:
-        """Append bytes."""
+        """Append plain bytes to the file.
+
+        Raises:
+            NoSpace: they do not fit.
+        """
         done = 0
         while done < len(data):
             try:
@@ -48,19 +57,23 @@ class Spool(Source):
         self._end += len(data)
 
     def list(self, folder: str = "") -> list[str]:
-        """Return the name of the file."""
+        """Return the name of the one file; [] for any other folder than "", the top one."""
         return [] if folder else [self.name]
 
     def exists(self, name: str) -> bool:
-        """Return whether it is that file."""
+        """Return whether the one file has this name."""
         return name == self.name
 
     def size(self, name: str) -> int:
-        """Return the bytes so far."""
+        """Return the number of bytes that were appended so far."""
         return self._end
 
     def readinto(self, name: str, offset: int, into: memoryview) -> None:
-        """Fill `into` with the bytes from an offset on."""
+        """Fill `into` with the bytes from `offset` on; `name` is not looked at.
+
+        Raises:
+            Corrupt: the file ends before that.
+        """
         got = 0
         while got < len(into):
             n = os.preadv(self._fd, [into[got:]], offset + got)
@@ -76,7 +89,7 @@ class Spool(Source):
         """Do nothing: nobody else can reach the file."""
 
     def close(self) -> None:
-        """Delete the bytes."""
+        """Delete the bytes, by closing the file."""
         if self._fd >= 0:
             os.close(self._fd)
             self._fd = -1
@@ -85,11 +98,13 @@ class Spool(Source):
 def decrypt_to_spool(
     source: Source, file: str, identities: Sequence[str], folder: str, progress: Callable[[str, int, int], None]
 ) -> tuple[Spool, str]:
-    """Decrypt an archive; returns (its plain bytes, the name of the archive in them).
+    """Decrypt an archive; returns (a source of its plain bytes, the name of the archive in that).
 
     Args:
+        source, file: the store, and the name of the encrypted archive in it.
         identities: files with age identities or ssh private keys.
         folder: for the file without a name; it needs as much space as the archive.
+        progress: called with ("decrypt", bytes read, bytes in all).
 
     Raises:
         UsageError: no identity fits. Corrupt: the ciphertext is damaged. NoSpace: the folder is full.

@@ -30,19 +30,27 @@ class Entry(NamedTuple):
 
 
 def make_header(name: str, size: int, mtime: int) -> bytes:
-    """Return the block before a member's data."""
+    """Return the tar header of a member: its name, bytes of data, and time of modification in seconds.
+
+    Raises:
+        ValueError, UnicodeError: tar has no room for one of them.
+    """
     info = tarfile.TarInfo(name)
     info.size, info.mtime, info.mode = size, mtime, 0o644
     return info.tobuf(tarfile.GNU_FORMAT)
 
 
 def padding(size: int) -> bytes:
-    """Return the zeros after a member's data."""
+    """Return the zeros after a member's `size` bytes of data, which fill the last block."""
     return bytes(-size % BLOCK)
 
 
 def parse_header(block: bytes, what: str) -> Entry | None:
-    """Return the entry of a header; None for the zero block that ends a tar.
+    """Return the content of a tar header; None for the zero block that ends a tar.
+
+    Args:
+        block: its 512 bytes.
+        what: the path of the archive, for messages.
 
     Raises:
         Corrupt: it is not a header. Unsafe: it is one that ckpttool does not write.
@@ -78,6 +86,6 @@ def parse_header(block: bytes, what: str) -> Entry | None:
 
 
 def shorten(name: str) -> str:
-    """Return a name for a message: printable and not too long."""
+    """Return a name for a message: quoted, in ASCII, and not too long."""
     text = ascii(name)
     return text if len(text) <= 80 else text[:60] + f"...' ({len(name)} characters)"

@@ -39,19 +39,32 @@ def verify(
     workers: WorkersSpec = None,
     progress: Progress = silent,
 ) -> ArchiveVerdict:
-    """Verify an archive. Of an encrypted one without a key, the ciphertext is compared with its sidecar.
+    """Verify an archive and compare it with the ledger of its store. Of an encrypted one without a key, only the
+    ciphertext is compared with the sidecar, the file next to it.
 
     If the store has a ledger, the archive is compared with the one recorded under this name, at any depth, and the
     result is appended if the ledger is writable.
 
     Args:
-        jobs: threads that decompress and hash; of each worker, where there are some.
-        workers: who reads the archive, as in `ckpttool.convert`. One process reads an encrypted one, or one whose
-            structure is damaged; a warning says so.
+        path: path or URL of the archive.
+        quick: read only the structure and the signature, not the data.
+        deep: if neither `against` nor `root` is given, compare with the Merkle root in the ledger.
+        public_key, certificates: files with the key or the root certificates of the expected signer; without any, a
+            signature is described but not checked.
+        against: a checkpoint in any layout that must hold the same state; None: compare with none.
+        root: the expected Merkle root, or "sha256:" and the expected hash of MANIFEST.json; None: expect none.
+        identities: files with keys that decrypt it.
+        scratch: folder for its decrypted bytes; None: next to it, or the current one if it is behind a URL.
+        in_ledger: whether to append the result to the ledger.
+        jobs: threads that decompress and hash; of each worker, if there are some.
+        workers: who reads the archive, as in `ckpttool.convert`; None: this process. One process reads an encrypted
+            one, or one whose structure is damaged; a warning says so.
+        progress: called with (stage, bytes done, bytes in all).
 
     Raises:
         Differs: signature, checkpoint or root differ, or it is not the recorded archive.
-        UsageError: arguments that contradict each other. Corrupt: the ledger is damaged.
+        UsageError: arguments that contradict each other, no key that fits, or nothing to compare with. Corrupt: the
+            ledger, the sidecar or the ciphertext is damaged. Damage of the archive itself is in the verdict.
     """
     serve_if_worker(workers)
     _refuse_quick_workers(quick, workers)
@@ -106,7 +119,7 @@ def verify(
 
 
 def _refuse_quick_workers(quick: bool, workers: WorkersSpec) -> None:
-    """Raise UsageError if workers are asked for a verification that reads kilobytes."""
+    """Raise UsageError if workers are given for a quick verification, which reads only kilobytes."""
     if quick and workers is not None:
         raise UsageError(
             f"{argument('workers', workers)}: only structure and signature were asked for, which one process reads. "
@@ -130,10 +143,13 @@ class _InStore:
 
     @classmethod
     def of(cls, store: str, file: str, in_ledger: bool) -> _InStore:
-        """Read the ledger of a store.
+        """Read the ledger of a store, for the archive `file` in it.
+
+        Args:
+            in_ledger: whether to append the result of the verification to the ledger, if there is one.
 
         Raises:
-            Corrupt, Unsafe: it is damaged, and a line would have to be written to it.
+            Corrupt, Unsafe: the ledger is damaged, and `in_ledger` is set.
         """
         try:
             lines = ledger.read_entries_or_none(store)
@@ -155,10 +171,11 @@ class _InStore:
         return str(recorded[self.file].get("merkle_root"))
 
     def compare(self, found: ArchiveVerdict, by_ledger: bool) -> None:
-        """Compare with what the ledger records under this name: every hash, whether it was signed, and by which key.
+        """Compare a verdict with what the ledger records under this name: every hash, whether it was signed, and by
+        which key. What was found is noted in the verdict.
 
         Args:
-            by_ledger: the ledger is what a deep verification compares with, which `found.against` says then.
+            by_ledger: whether a deep verification compared with the ledger's root, which `found.against` says then.
 
         Raises:
             Differs: it records another archive.
@@ -179,7 +196,7 @@ class _InStore:
             found.against = "what the ledger recorded at the export"
 
     def record_result(self, found: ArchiveVerdict) -> ArchiveVerdict:
-        """Append a line with the result to the ledger; returns the result."""
+        """Append a line with the verdict to the ledger, if it may be written; returns the verdict."""
         self.append_line(
             sound=not found.findings,
             depth=found.depth,
@@ -192,7 +209,12 @@ class _InStore:
         return found
 
     def append_line(self, **facts: object) -> None:
-        """Append a line, if the ledger may be written."""
+        """Append a line "verify" with these facts to the ledger, if `appends`. A ledger that this user may not write to
+        is no error.
+
+        Raises:
+            CkpttoolError, OSError: it is in a folder and writable, and the line was not written.
+        """
         if not self.appends:
             return
         try:
@@ -208,7 +230,11 @@ def _scratch_folder(source: Source) -> str:
 
 
 def _parse_root(text: str) -> str:
-    """Parse a digest from the command line: HEX, blake3:HEX or sha256:HEX."""
+    """Return a root from the command line (HEX, blake3:HEX or sha256:HEX) in lower case and without spaces around it.
+
+    Raises:
+        UsageError: it is none of these.
+    """
     kind, _, digits = text.strip().lower().rpartition(":")
     if kind not in ("", "blake3", "sha256") or not re.fullmatch(r"[0-9a-f]{64}", digits):
         raise UsageError(
@@ -220,7 +246,16 @@ def _parse_root(text: str) -> str:
 def _verify_ciphertext(
     source: Source, file: str, root: str | None, quick: bool, workers: WorkersSpec, progress: Progress
 ) -> ArchiveVerdict:
-    """Verify an encrypted archive without its key: the ciphertext against the hashes in its sidecar."""
+    """Verify an encrypted archive without its key: its bytes against the hashes in its sidecar, the file next to it.
+
+    Args:
+        root: the Merkle root, or "sha256:" and the hash of MANIFEST.json, that the sidecar must have; None: any.
+        quick: compare the size alone.
+        workers: a warning says that they are not used.
+
+    Raises:
+        Differs: the sidecar has another root. UsageError: there is no sidecar. Corrupt, Unsafe: it is damaged.
+    """
     parsed = sidecar.read_sidecar(source, file)
     known, want = parsed["archive"], parsed["ciphertext"]
     have = {**want, "bytes": source.size(file)} if quick else sidecar.hash_ciphertext(source, file, progress)

@@ -36,10 +36,14 @@ __all__ = ["convert"]
 
 
 def _of_trainer(name: str, to: str | None) -> tuple[str, bool]:
-    """Return the layout that a trainer resumes from, and whether it asks for canonical keys.
+    """Return (the layout that a trainer resumes from, whether it needs canonical keys).
+
+    Args:
+        name: what --for was given.
+        to: what --to was given, None if nothing.
 
     Raises:
-        UsageError: there is no such trainer, or `--to` asks for something else.
+        UsageError: there is no such trainer, ckpttool does not write for it, or --to was given, too.
     """
     from ..layouts import for_trainers
 
@@ -150,7 +154,13 @@ def convert(
 
 
 def _print_changed(changed: dict[str, str], quiet: bool, verbose: bool) -> None:
-    """Print a line for each way in which entries were changed; with `verbose`, every name."""
+    """Print on stderr a line for each way in which entries were changed.
+
+    Args:
+        changed: {name: how}.
+        quiet: print nothing.
+        verbose: print every name, too.
+    """
     of: dict[str, list[str]] = {}
     for name, how in changed.items():
         of.setdefault(how, []).append(name)
@@ -161,7 +171,7 @@ def _print_changed(changed: dict[str, str], quiet: bool, verbose: bool) -> None:
 
 
 def _print_plan(found: DryRun, verbose: bool) -> None:
-    """Print what a dry run found."""
+    """Print what a dry run found; with `verbose`, the name of every entry that would be left behind, too."""
     from ..engine.inspect import human
 
     world = f" for {count_noun(found.world_size, 'rank')}" if found.world_size else ""
@@ -186,7 +196,8 @@ def _print_plan(found: DryRun, verbose: bool) -> None:
 
 
 def _describe_memory_of_workers(found: DryRun) -> str:
-    """Say whose memory it is that a dry run has counted, where several processes would do the work."""
+    """Return a text that says which processes need the memory that a dry run has counted; "" if one process would do
+    the work."""
     from ..engine.inspect import human
 
     if found.workers is None:
@@ -198,7 +209,7 @@ def _describe_memory_of_workers(found: DryRun) -> str:
 
 
 def _describe_duration(seconds: float) -> str:
-    """Say how long something takes: 1 s, 4 min, 2.5 h."""
+    """Return a duration as text: "1 s", "4 min", "2.5 h"."""
     if seconds < 90:
         return f"{max(1, round(seconds))} s"
     return f"{seconds / 60:.0f} min" if seconds < 5400 else f"{seconds / 3600:.1f} h"

@@ -42,17 +42,19 @@ class About:
 def about(
     *examples: tuple[str, str], exits: Iterable[int], meaning: Mapping[int, str] | None = None
 ) -> Callable[[F], F]:
-    """Decorate the function of a command with examples and exit codes, for --help and the man page.
+    """Return a decorator that attaches examples and exit codes to the function of a command, for --help and the man
+    page.
 
     Args:
         examples: (purpose, command line).
         exits: exit codes that the command can end with.
-        meaning: {code: meaning for this command}, if it is more specific than errors.EXIT_CODES.
+        meaning: {code: meaning for this command}, if it is more specific than errors.EXIT_CODES; None: it never is.
     """
     usual = dict(EXIT_CODES)
     said = About(examples, {code: (meaning or {}).get(code, usual[code]) for code in sorted(exits)})
 
     def decorate(function: F) -> F:
+        """Attach them to a function, and return it."""
         function.__dict__["about"] = said
         return function
 
@@ -60,12 +62,13 @@ def about(
 
 
 def get_about(command: Any) -> About | None:
-    """Get what `about` attached to a command; None if nothing."""
+    """Return the examples and exit codes that `about` attached to the function of a command, an object of typer; None
+    if it has none."""
     return getattr(command.callback, "about", None)
 
 
 def _write_examples(command: Any, formatter: Any) -> None:
-    """Write the examples and exit codes of a command, as far as it has some."""
+    """Write the examples and exit codes of a command, if it has some, with click's formatter."""
     said = get_about(command)
     if said is None:
         return
@@ -77,7 +80,11 @@ def _write_examples(command: Any, formatter: Any) -> None:
 
 
 def _write_sections(command: Any, ctx: Any, formatter: Any) -> None:
-    """Write arguments and options in the sections that `rich_help_panel` names."""
+    """Write arguments and options of a command with click's formatter, in the sections that `rich_help_panel` names.
+
+    Args:
+        ctx: click's context of the command.
+    """
     rows: dict[str, list[tuple[str, str]]] = {}
     for parameter in command.get_params(ctx):
         record = parameter.get_help_record(ctx)
@@ -90,7 +97,7 @@ def _write_sections(command: Any, ctx: Any, formatter: Any) -> None:
 
 
 def _set_width(ctx: Any, formatter: Any) -> None:
-    """Make help as wide as the terminal, from 48 to 108 columns."""
+    """Set the width of help to that of the terminal less two columns, but from 50 to 108 columns."""
     from shutil import get_terminal_size
 
     formatter.width = max(50, min(get_terminal_size().columns, _WIDTH) - 2)
@@ -139,6 +146,7 @@ class App(typer.Typer):
     """A group of commands whose help is plain text; the arguments are those of `typer.Typer`."""
 
     def __init__(self, **options: Any) -> None:
+        """Make an empty group; `options` are those of `typer.Typer`."""
         super().__init__(cls=_Group, rich_markup_mode=None, pretty_exceptions_enable=False, **options)
 
     def command(self, *name: Any, **options: Any) -> Callable[[Any], Any]:
@@ -147,7 +155,12 @@ class App(typer.Typer):
 
 
 def keep_what_runs(app: typer.Typer, arguments: Sequence[str]) -> typer.Typer:
-    """Copy a program with only the command or group that the first argument names, if it names one."""
+    """Return a copy of a program with only the command or group that the first argument names, and so on in that group;
+    the program itself if it names none.
+
+    Args:
+        arguments: those of the command line, without the program's name.
+    """
     if not arguments:
         return app
     word, out = arguments[0], copy(app)
@@ -165,5 +178,5 @@ def keep_what_runs(app: typer.Typer, arguments: Sequence[str]) -> typer.Typer:
 
 
 def _get_name(command: Any) -> str:
-    """Get the word that calls a command."""
+    """Return the word that calls a command, given as typer has registered it."""
     return str(command.name or command.callback.__name__.replace("_", "-"))

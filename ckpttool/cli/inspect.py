@@ -97,10 +97,14 @@ def inspect(
 
 
 def _print_chunks(ckpt: Checkpoint, pattern: str, as_json: bool) -> None:
-    """Print where the chunks of the tensors lie whose names match.
+    """Print where the chunks of tensors are: file and byte range.
+
+    Args:
+        pattern: a glob for the names of the tensors.
+        as_json: print JSON.
 
     Raises:
-        UsageError: none does.
+        UsageError: no name matches.
     """
     import fnmatch
 
@@ -121,7 +125,7 @@ def _print_chunks(ckpt: Checkpoint, pattern: str, as_json: bool) -> None:
 
 
 def _describe_folder(found: Checkpoints) -> list[str]:
-    """Describe the checkpoints below a folder, and say what to do with them."""
+    """Return lines that list the checkpoints below a folder, and say what to type next."""
     answer = found.newest
     lines = [f"{found.path}: {count_noun(len(found.checkpoints), 'checkpoint')} below it", *str(found).split("\n")]
     if len(answer) == 1:
@@ -132,7 +136,7 @@ def _describe_folder(found: Checkpoints) -> list[str]:
 
 
 def _explain_no_match(pattern: str, names: Iterable[str]) -> str:
-    """Say what to type instead of a pattern that no name matches."""
+    """Return a message that says that no name matches a pattern, and what to type instead."""
     from difflib import get_close_matches
 
     near = [n for n in names if pattern.strip("*").lower() in n.lower()]

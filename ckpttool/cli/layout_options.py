@@ -27,7 +27,7 @@ _META = "ckpttool.layout_options"
 
 
 def trainers(called: bool = False) -> list[str]:
-    """Return the names that `--for` takes; with `called` also what people call them."""
+    """Return the names that `--for` takes; with `called`, each followed by what else people call it, in parentheses."""
     from ..layouts import for_trainers
 
     known = [program for _, program in for_trainers().values() if not program.refused]
@@ -35,7 +35,12 @@ def trainers(called: bool = False) -> list[str]:
 
 
 def add_layout_options(ctx: typer.Context, writing: WriteRequest, dst: str) -> WriteRequest:
-    """Add to a request the options of its layout that the user passed; `dst` tells the layout where none is named.
+    """Return a request with its layout and the options of that, which the user passed.
+
+    Args:
+        ctx: click's context of the command, where these options were kept.
+        writing: the request; if it names no layout, `dst` tells it.
+        dst: the destination.
 
     Raises:
         UsageError: there is no such layout, or an option is for others.
@@ -54,7 +59,7 @@ class LayoutCommand(Command):
 
     @property
     def params(self) -> list[Any]:
-        """Make the command's own options, then those of layouts, when they are first asked for."""
+        """Return the command's own options, then those of layouts, which are made when they are first asked for."""
         if self._made is None:
             for option in self._own:
                 if "{trainers}" in (option.help or ""):
@@ -77,7 +82,14 @@ class HfCommand(LayoutCommand):
 
 
 def _make_options(targets: tuple[str, ...] | None) -> list[TyperOption]:
-    """Make one option of each field; layouts share an option of the same name."""
+    """Return the command-line options of layouts: one for each field of their options, or for fields of the same name.
+
+    Args:
+        targets: names of these layouts; None: all that can be written.
+
+    Raises:
+        UsageError: fields of the same name have different types.
+    """
     from .. import layouts
 
     of: dict[str, list[tuple[Layout, Field[Any]]]] = {}
@@ -89,10 +101,13 @@ def _make_options(targets: tuple[str, ...] | None) -> list[TyperOption]:
 
 
 def _make_option(flag: str, rows: list[tuple[Layout, Field[Any]]]) -> TyperOption:
-    """Make the option of the fields that layouts have for a flag.
+    """Return the command-line option `flag`.
+
+    Args:
+        rows: (layout, field of its options) that it sets; one or more.
 
     Raises:
-        UsageError: they are of different types.
+        UsageError: the fields are of different types.
     """
     from .. import layouts
 
@@ -107,7 +122,8 @@ def _make_option(flag: str, rows: list[tuple[Layout, Field[Any]]]) -> TyperOptio
         text += f"  [default: {default // 10**9}GB]"
 
     def keep(ctx: Any, param: Any, value: Any) -> None:
-        """Keep the value of an option for `add_layout_options`."""
+        """Keep the value that the user passed, in click's context, for `add_layout_options`; None: nothing was
+        passed."""
         if value is not None:  # 0 and False are values
             ctx.meta.setdefault(_META, {})[flag] = parse_size(value) if size else value
 

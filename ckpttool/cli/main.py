@@ -57,7 +57,12 @@ _COMMANDS: dict[str, type[Command] | None] = {
 
 
 def build_app(word: str | None = None) -> App:
-    """Build the program; where `word` is one of its commands, with that alone, so that no other module is imported."""
+    """Return the program, as an app of typer.
+
+    Args:
+        word: one of its commands, to build the program with that alone, so that no other module is imported; None, or
+            any other word: all commands.
+    """
     built = App(
         name="ckpttool",
         help="Move PyTorch training checkpoints between layouts and world sizes, bit for bit, in constant memory.",
@@ -77,19 +82,23 @@ def build_app(word: str | None = None) -> App:
 
 @cache
 def _whole_app() -> App:
-    """Build the program with all its list_commands, once."""
+    """Return the program with all its commands; it is built once."""
     return build_app()
 
 
 def __getattr__(name: str) -> Any:
-    """Build `app`, the whole program, when it is first asked for."""
+    """Return the whole program for the attribute `app` of this module, built when it is first asked for.
+
+    Raises:
+        AttributeError: for any other name.
+    """
     if name == "app":
         return _whole_app()
     raise AttributeError(name)
 
 
 def _print_version(show: bool) -> None:
-    """Print the version and exit, for --version."""
+    """Print the version and exit, if --version was given (`show`)."""
     if show:
         from .._version import __version__
 
@@ -115,11 +124,12 @@ class _Command(CommandLine):
     """The command that the arguments name, and whose options the others are."""
 
     def __init__(self, program: Any) -> None:
+        """Find the command in `program`, typer's command object, when it is first asked for."""
         self._program = program
 
     @cached_property
     def flags(self) -> frozenset[str]:
-        """List the options that the command has."""
+        """Return the options that the command has, such as "--to"."""
         found = self._program
         for word in sys.argv[1:]:
             if (below := getattr(found, "commands", {}).get(word)) is None:
@@ -128,12 +138,17 @@ class _Command(CommandLine):
         return list_flags(found)
 
     def owner(self, flag: str) -> str | None:
-        """Find a command that has an option which this one lacks; None where none has it."""
+        """Return the first command, such as "ckpttool convert", that has this option; None if none has it."""
         return next((f"ckpttool {name}" for name, command in list_commands() if flag in list_flags(command)), None)
 
 
 def list_commands(group: Any = None, above: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield (its words, the command) of every command."""
+    """Yield (its words, the command as an object of typer) of every command, such as "audit export".
+
+    Args:
+        group: the group whose commands are listed; None: the whole program.
+        above: the words before those of the group's commands, with a space at the end.
+    """
     for name, found in getattr(group or typer.main.get_command(_whole_app()), "commands", {}).items():
         if hasattr(found, "commands"):
             yield from list_commands(found, f"{above}{name} ")
@@ -142,7 +157,7 @@ def list_commands(group: Any = None, above: str = "") -> Iterator[tuple[str, Any
 
 
 def list_flags(command: Any) -> frozenset[str]:
-    """List the options of a command."""
+    """Return the options of a command, an object of typer: "--to", "-n", ..."""
     return frozenset(flag for p in command.params for flag in (*p.opts, *p.secondary_opts))
 
 
@@ -152,7 +167,12 @@ _stopped = 0  # how many signals have asked us to end
 
 
 def _interrupt(signum: int, frame: FrameType | None) -> None:
-    """Handle a signal: raise KeyboardInterrupt, or a moment later, where it would be lost."""
+    """Handle a signal that asks us to end: raise KeyboardInterrupt or, in a finalizer, where that would be lost, send
+    SIGINT again a moment later.
+
+    Args:
+        signum, frame: as Python gives them to a handler.
+    """
     global _stopped
     _stopped += 1
     while frame is not None:
@@ -163,7 +183,7 @@ def _interrupt(signum: int, frame: FrameType | None) -> None:
 
 
 def main() -> None:
-    """Run a command, and turn what it raises into a line on stderr and an exit code."""
+    """Run the command that `sys.argv` names, print an error as a line on stderr, and exit with its code."""
     global _stopped
     _stopped = 0
     note_change("")
@@ -182,7 +202,12 @@ def main() -> None:
 
 
 def _run_and_explain() -> None:
-    """Run a command; print what it raises, and exit with the code of that."""
+    """Run the command that `sys.argv` names; print what it raises as an error, and exit with the code of that. This
+    does not return.
+
+    Raises:
+        Exception: a bug, if CKPTTOOL_DEBUG is set. KeyboardInterrupt: while an error is printed.
+    """
     try:
         _run()
     except OutputLost as e:
@@ -213,7 +238,7 @@ def _run_and_explain() -> None:
 
 
 def _find_foreign_package(e: Exception) -> str | None:
-    """Find the package of another layout in whose code something was raised; None where it was ckpttool's own."""
+    """Return the package, not ckpttool, whose layout raised an exception; None if ckpttool's own code did."""
     from traceback import walk_tb
 
     from .. import layouts
@@ -226,7 +251,7 @@ def _find_foreign_package(e: Exception) -> str | None:
 
 
 def _explain_interrupt() -> str:
-    """Say what an interrupt that no command has handled leaves behind."""
+    """Return a text that says what an interrupt leaves behind, if no command has handled it."""
     if done := get_change():
         return f"interrupted. {done}"
     if _stopped > 1:
@@ -238,8 +263,8 @@ def _explain_interrupt() -> str:
 
 
 def _handle_unraisable(what: sys.UnraisableHookArgs) -> None:
-    """Let an interrupt in a finalizer, where Python can raise nothing, come again a moment later; show anything else as
-    usual."""
+    """Handle an exception in a finalizer, where Python can raise nothing: send an interrupt again a moment later; show
+    anything else as Python does."""
     if what.exc_type is KeyboardInterrupt:
         _interrupt_soon()
     else:
@@ -247,7 +272,7 @@ def _handle_unraisable(what: sys.UnraisableHookArgs) -> None:
 
 
 def _interrupt_soon() -> None:
-    """Interrupt this process in 10 ms."""
+    """Send SIGINT to this process in 10 ms."""
     again = threading.Timer(0.01, os.kill, (os.getpid(), signal.SIGINT))
     again.daemon = True
     again.start()
@@ -257,7 +282,7 @@ _usual = warnings.showwarning
 
 
 def _show_warning(message: Warning | str, category: type[Warning], *more: Any, **where: Any) -> None:
-    """Print a warning of ckpttool in one line, and warnings of other packages as usual."""
+    """Print a warning of ckpttool in one line, and warnings of other packages as Python does."""
     if category.__module__.startswith("ckpttool."):
         note(f"warning: {message}")
     else:
@@ -265,7 +290,12 @@ def _show_warning(message: Warning | str, category: type[Warning], *more: Any, *
 
 
 def _run() -> None:
-    """Run the command that the arguments name, and exit with its status."""
+    """Run the command that `sys.argv` names, and exit with its status.
+
+    Raises:
+        UsageError: an argument is empty or wrong. CkpttoolError, OutputLost, KeyboardInterrupt: what the command
+            raises.
+    """
     refuse_empty(sys.argv[1:])
     words = sys.argv[1:]
     program = typer.main.get_command(keep_what_runs(build_app(next(iter(words), None)), words))
@@ -278,8 +308,12 @@ def _run() -> None:
 
 
 def _run_program(program: Any) -> int:
-    """Run a command line and return its exit status. Its mistakes are raised as errors of ours; typer would print them
-    raw, and end silently when it is interrupted."""
+    """Run typer's command object with `sys.argv`, and return the exit status.
+
+    Raises:
+        UsageError: the command line is wrong; a note has the usage. KeyboardInterrupt: typer has caught a signal.
+            Anything that the command raises.
+    """
     try:
         status = program(standalone_mode=False)
     except Exception as e:
@@ -296,9 +330,10 @@ def _run_program(program: Any) -> int:
 
 
 def _exit(status: int) -> NoReturn:
-    """End with a status; a signal from here on ends us with it at once."""
+    """End this process with a status; a signal from here on ends it at once, with the same status."""
 
     def end(signum: int, frame: FrameType | None) -> None:
+        """Handle a signal: end this process at once, with `status`."""
         os._exit(status)
 
     for number in _SIGNALS:
@@ -316,7 +351,8 @@ def _ignore_signals() -> None:
 
 
 def _exit_without_output(e: OSError) -> None:
-    """Exit after standard output failed. It is redirected to /dev/null, so that Python does not fail again at exit."""
+    """Exit after standard output failed with this error: with status 141 if its reader has gone, otherwise with a
+    message and the code of the error."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
     if isinstance(e, BrokenPipeError):
         _exit(141)  # as a program that SIGPIPE ends: whoever read our output has enough
@@ -328,7 +364,7 @@ def _exit_without_output(e: OSError) -> None:
 
 
 def _explain_os_error(e: OSError) -> CkpttoolError:
-    """Make the error for an OSError that no command handled."""
+    """Return the error of ckpttool for an OSError that no command handled."""
     try:
         os.getcwd()
     except OSError:
@@ -339,7 +375,7 @@ def _explain_os_error(e: OSError) -> CkpttoolError:
 
 
 def _print_and_exit(e: CkpttoolError) -> NoReturn:
-    """Print an error and exit with its code."""
+    """Print an error on stderr, with --json also on stdout, and exit with its code."""
     if "--json" in sys.argv:
         with suppress(OutputLost):
             print_json({"error": {"kind": type(e).__name__, "exit_code": e.exit_code, "message": str(e)}})

@@ -16,7 +16,7 @@ __all__ = ["make_page"]
 
 
 def make_page() -> str:
-    """Make the text of ckpttool.1, in roff."""
+    """Return the text of the man page ckpttool.1, in roff."""
     program: Any = typer.main.get_command(build_app())
     lines = [
         f'.TH CKPTTOOL 1 "" "ckpttool {__version__}" "User Commands"',
@@ -35,7 +35,11 @@ def make_page() -> str:
 
 
 def _describe_command(name: str, command: Any) -> list[str]:
-    """Describe a command: its usage, help, options, examples and exit codes."""
+    """Return the lines of roff on a command: its usage, help, options, examples and exit codes.
+
+    Args:
+        name: all words of it after "ckpttool".
+    """
     ctx = command.make_context(name, [], resilient_parsing=True)
     arguments = [p for p in command.get_params(ctx) if p.param_type_name == "argument"]
     usage = " ".join(_escape_roff(p.make_metavar(ctx)) for p in arguments)
@@ -50,7 +54,7 @@ def _describe_command(name: str, command: Any) -> list[str]:
 
 
 def _describe_examples(command: Any) -> list[str]:
-    """Describe the examples and exit codes of a command, as far as it has some."""
+    """Return the lines of roff with the examples and exit codes of a command; [] if it has none."""
     said = get_about(command)
     if said is None:
         return []
@@ -62,7 +66,7 @@ def _describe_examples(command: Any) -> list[str]:
 
 
 def _escape_roff(text: str) -> str:
-    """Write a text in roff: dashes can be copied, and no line begins with a roff command."""
+    """Return a text in roff, as one line, with dashes that can be copied, and which is not taken for a roff command."""
     out = " ".join(text.split()).replace("\\", "\\e").replace("-", "\\-")
     return f"\\&{out}" if out[:1] in (".", "'") else out
 

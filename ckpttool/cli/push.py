@@ -125,12 +125,12 @@ def push(
 
 
 def _describe_repository(done: Pushed) -> tuple[str, str]:
-    """Describe where a push goes, and whether that is private."""
+    """Return (the URL of the repository with the branch, "private" or "public")."""
     return done.url + (f"@{done.revision}" if done.revision else ""), "private" if done.private else "public"
 
 
 def _print_preview(done: Pushed) -> None:
-    """Print what a push would send."""
+    """Print on stdout which files a push would send."""
     from ..engine.inspect import human
 
     where, kind = _describe_repository(done)
@@ -142,7 +142,7 @@ def _print_preview(done: Pushed) -> None:
 
 
 def _print_push(done: Pushed, meter: Meter, quiet: bool) -> None:
-    """Print what a push has sent, and the digests."""
+    """Print what a push has sent, on stderr, and commit and digests, on stdout; with `quiet`, the latter alone."""
     from ..engine.inspect import human
 
     where, kind = _describe_repository(done)

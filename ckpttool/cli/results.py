@@ -14,21 +14,24 @@ __all__ = ["describe_read_back", "print_notes", "print_result"]
 
 
 def print_notes(notes: list[str], quiet: bool) -> None:
-    """Print the notes of a result."""
+    """Print the notes of a result on stderr, each with "note:"; with `quiet`, print nothing."""
     for text in notes:
         note(f"note: {text}", quiet)
 
 
 def describe_read_back(done: ConvertResult) -> str:
-    """Say whether a result was read back, for the end of its line."""
+    """Return a text that says whether a result was read back, for the end of a line."""
     return ", read back and equal" if done.verified else ", not read back"
 
 
 def print_result(done: ConvertResult, source: str, meter: Meter, quiet: bool, more: str = "") -> None:
-    """Print what was written from `source`, in how much time and memory, and the digests.
+    """Print what was written, in how much time and memory, on stderr, and the digests on stdout.
 
     Args:
-        more: what else is known of it, for the end of the line.
+        source: what was converted, as the line names it: a layout, path or URL.
+        meter: knows how long it took.
+        quiet: print the digests alone.
+        more: what else is known of the result, for the end of the line.
     """
     from ..engine.inspect import human
 

@@ -113,8 +113,12 @@ def resume_verify(
 def _check_report_paths(report: str | None, junit: str | None, metrics: str | None) -> None:
     """Refuse reports that could not be written, before anything runs; the folder `report` is made.
 
+    Args:
+        report, junit, metrics: the folder and the two files that were named on the command line; None: no such report.
+
     Raises:
-        UsageError: a folder cannot be made or does not exist, or something is there that is not a regular file.
+        UsageError, CkpttoolError: a folder cannot be made or does not exist, or something is there that is not a
+            regular file.
     """
     if report is not None:
         try:
@@ -132,11 +136,13 @@ class _Progress:
     """Progress on stderr: one changing line on a terminal, one line per step in a log."""
 
     def __init__(self, quiet: bool) -> None:
+        """Begin to measure time; with `quiet`, show nothing."""
         self.quiet, self.began, self.status = quiet, time.monotonic(), None
 
     status: Any
 
     def __call__(self, text: str) -> None:
+        """Show what is being done now."""
         if self.quiet:
             return
         if not sys.stderr.isatty():
@@ -150,7 +156,7 @@ class _Progress:
         self.status.update(Text(printable(text)))
 
     def close(self) -> None:
-        """Take the line off the screen."""
+        """Take the line off the screen, if there is one."""
         if self.status is not None:
             self.status.stop()
             self.status = None

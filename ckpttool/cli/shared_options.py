@@ -26,8 +26,8 @@ F = TypeVar("F", bound=Callable[..., None])
 
 
 def add_shared_options(*without: str, **defaults: object) -> Callable[[F], F]:
-    """Decorate a command: each parameter that is a request is replaced by the options of its fields, and the command
-    gets the request that they make.
+    """Return a decorator for commands: each parameter whose type is a request (a dataclass of options) is replaced by
+    options of the command line, one for each field, and the command gets the request that they make.
 
     Args:
         without: fields that this command has no use for, or has an option of its own for.
@@ -35,6 +35,7 @@ def add_shared_options(*without: str, **defaults: object) -> Callable[[F], F]:
     """
 
     def decorate(function: F) -> F:
+        """Return a function whose signature has the options; it calls `function` with the requests."""
         own = inspect.signature(function, eval_str=True)
         requests = {
             p.name: list_shared_options(p.annotation, *without)
@@ -48,6 +49,7 @@ def add_shared_options(*without: str, **defaults: object) -> Callable[[F], F]:
 
         @wraps(function)
         def command(**given: Any) -> None:
+            """Make the requests from the values of the options, and call the decorated function."""
             for name, listed in requests.items():
                 values = {f.name: _parse(f, given.pop(f.name)) for f in listed}
                 given[name] = own.parameters[name].annotation(**values)
@@ -61,25 +63,30 @@ def add_shared_options(*without: str, **defaults: object) -> Callable[[F], F]:
 
 
 def list_shared_options(request: Any, *without: str) -> list[Field[Any]]:
-    """List the fields of a request that are options of the command line, but for `without`."""
+    """Return the fields of a request (a dataclass of options, or an instance) that are options of the command line,
+    except those named in `without`."""
     return [f for f in fields(request) if "help" in f.metadata and f.name not in without]
 
 
 def pick_keywords(function: Callable[..., Any], *requests: Any) -> dict[str, Any]:
-    """Take from requests what a function of the Python interface takes as keywords."""
+    """Return {name: value} of all fields of these requests that a function has a parameter for."""
     names = inspect.signature(function).parameters
     return {f.name: getattr(r, f.name) for r in requests for f in fields(r) if f.name in names}
 
 
 def _make_parameter(f: Field[Any], default: object) -> inspect.Parameter:
-    """Make the parameter of a command from a field."""
+    """Return the parameter of a command that sets a field of a request.
+
+    Args:
+        default: that of the field for this command.
+    """
     if default is True and not _has_two_flags(f):
         default = False  # it is turned off by its flag
     return inspect.Parameter(f.name, inspect.Parameter.POSITIONAL_OR_KEYWORD, default=default, annotation=_annotate(f))
 
 
 def _annotate(f: Field[Any]) -> Any:
-    """Make the annotation from which typer makes an option: its type, flags and help."""
+    """Return the annotation from which typer makes the option for a field: its type, flags and help."""
     said, named = f.metadata, str(f.type)
     kind: Any = str
     if named.startswith("bool"):
@@ -103,12 +110,17 @@ def _annotate(f: Field[Any]) -> Any:
 
 
 def _has_two_flags(f: Field[Any]) -> bool:
-    """Say whether a switch is turned on and off by two flags; other slashes are between names of one option."""
+    """Return whether a field is a switch that one flag turns on and another one off ("--a/--b"). In other options, a
+    slash stands between names of one option."""
     return str(f.type).startswith("bool") and "/" in (f.metadata["flag"] or "")
 
 
 def _parse(f: Field[Any], given: Any) -> Any:
-    """Parse what the command line has for a field."""
+    """Return the value of a field for what the command line gave for its option; None stays None.
+
+    Raises:
+        UsageError: it is not a size, a list or a rule, as the field needs it.
+    """
     if f.default is True and not _has_two_flags(f):
         return not given
     if given is None:
@@ -121,7 +133,8 @@ def _parse(f: Field[Any], given: Any) -> Any:
 
 
 def _serve_if_worker(spec: str | None) -> str | None:
-    """Under mpiexec, let ranks other than 0 go no further than this option."""
+    """Return the value of --workers unchanged. Under mpiexec, ranks other than 0 become workers here, and do not
+    return."""
     if spec is not None:
         from ..engine.workers.executors import serve_if_worker
 
@@ -130,7 +143,7 @@ def _serve_if_worker(spec: str | None) -> str | None:
 
 
 def _annotate_field(request: Any, name: str) -> Any:
-    """Make the annotation of one field of a request."""
+    """Return the annotation from which typer makes the option for the field `name` of a request."""
     return next(_annotate(f) for f in fields(request) if f.name == name)
 
 

@@ -57,7 +57,7 @@ Src = Annotated[
 
 
 def complete_layout(incomplete: str) -> list[str]:
-    """List the names of layouts with this prefix, for TAB."""
+    """Return the names of layouts that begin with what was typed so far, for completion with TAB."""
     from ..layouts import layouts
 
     return [name for name in layouts() if name.startswith(incomplete.lower())]
@@ -76,8 +76,17 @@ Latest = Annotated[
 
 
 def find_newest(path: str, latest: bool, quiet: bool = False) -> str:
-    """Find the checkpoint to read: the path itself, or with --latest the newest complete one below it, which a note
-    names."""
+    """Return the path of the checkpoint to read.
+
+    Args:
+        path: the path that was given.
+        latest: whether it is a folder (--latest), below which the newest complete checkpoint is looked for; a note
+            names that.
+        quiet: print no note.
+
+    Raises:
+        CkpttoolError: there is no complete checkpoint below the folder.
+    """
     if not latest:
         return path
     from ..engine.discover.detection import latest as look
@@ -90,10 +99,10 @@ def find_newest(path: str, latest: bool, quiet: bool = False) -> str:
 
 
 def split_commas(text: str) -> list[str]:
-    """Split `a, b, c` at its commas.
+    """Return the parts of "a, b, c" between commas, without spaces around them.
 
     Raises:
-        UsageError: it names nothing.
+        UsageError: there are none.
     """
     parts = [t.strip() for t in text.split(",") if t.strip()]
     if not parts:
@@ -117,10 +126,10 @@ def refuse_empty(arguments: Iterable[str]) -> None:
 
 
 def parse_size(text: str) -> int:
-    """Parse a size as people write it, 5GB, 500MiB or 1000000, into bytes.
+    """Return the bytes that a size as people write it states: 5GB, 500MiB or 1000000.
 
     Raises:
-        UsageError: it is none, or so small that a unit was forgotten.
+        UsageError: it is not a size, or so small that a unit was forgotten.
     """
     m = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([kmgt]?)(i?)b?\s*", text.lower())
     if not m:
@@ -131,10 +140,10 @@ def parse_size(text: str) -> int:
 
 
 def parse_cast_rules(rules: list[str]) -> dict[str, str]:
-    """Parse the values of --cast: {glob: dtype}.
+    """Return {glob: dtype} of the values of --cast, "GLOB=DTYPE".
 
     Raises:
-        UsageError: one is not GLOB=DTYPE.
+        UsageError: one has no "=".
     """
     out: dict[str, str] = {}
     for rule in rules:
@@ -152,6 +161,7 @@ class Meter:
     """
 
     def __init__(self, quiet: bool) -> None:
+        """Begin to measure time; with `quiet`, show no progress."""
         self.quiet = quiet
         self.bar: Progress | None = None
         self.task: TaskID | None = None
@@ -162,15 +172,22 @@ class Meter:
         return self
 
     def __exit__(self, *_: object) -> None:
+        """Take the bar off the screen, and set `seconds`."""
         self.close()
         self.seconds = time.monotonic() - self.created
 
     def measure_costs(self) -> dict[str, Any]:
-        """Measure what a run has cost, as all JSON says it."""
+        """Return {"seconds": how long the run took, "peak_memory_mib": of this process}, for JSON. Call it after the
+        `with` block."""
         return {"seconds": round(self.seconds, 3), "peak_memory_mib": measure_peak_memory()}
 
     def __call__(self, what: str, done: int, total: int) -> None:
-        """Show how far a run is, as a `Progress`."""
+        """Show how far a run is.
+
+        Args:
+            what: the stage, such as "copy"; a new one begins a new bar.
+            done, total: bytes of it.
+        """
         if self.quiet:
             return
         now = time.monotonic()
@@ -193,7 +210,7 @@ class Meter:
             self.said = now
 
     def _start_bar(self, what: str, total: int) -> None:
-        """Draw the bar of a new stage."""
+        """Draw the bar of a new stage, `what`, with `total` bytes."""
         from rich.progress import (
             BarColumn,
             DownloadColumn,
@@ -218,7 +235,7 @@ class Meter:
         self.bar = bar
 
     def close(self) -> None:
-        """Take the bar off the screen."""
+        """Take the bar off the screen, if there is one."""
         if self.bar is not None:
             self.bar.stop()
             self.bar = None
@@ -240,11 +257,11 @@ class _Stream:
         self._file = file
 
     def write(self, text: str) -> int:
-        """Write a text, with escapes for what does not print."""
+        """Write a text, with escapes for what does not print; returns the characters that were written."""
         return self.write_raw(printable_lines(text))
 
     def write_raw(self, text: str) -> int:
-        """Write a text as it is."""
+        """Write a text as it is; returns the characters that were written."""
         raise NotImplementedError
 
     def __getattr__(self, name: str) -> Any:
@@ -255,7 +272,7 @@ class Stdout(_Stream):
     """Standard output; its failures raise OutputLost, unlike those of the files that a command works on."""
 
     def write_raw(self, text: str) -> int:
-        """Write a text as it is.
+        """Write a text as it is; returns the characters that were written.
 
         Raises:
             OutputLost: it failed.
@@ -281,13 +298,14 @@ class Stderr(_Stream):
     """Standard error, whose failures are ignored: a full log or a closed terminal must not end a conversion."""
 
     def write_raw(self, text: str) -> int:
-        """Write a text as it is."""
+        """Write a text as it is, and ignore failures; returns the characters that were, or should have been,
+        written."""
         with suppress(OSError):
             return self._file.write(text)
         return len(text)
 
     def flush(self) -> None:
-        """Flush the stream."""
+        """Flush the stream, and ignore failures."""
         with suppress(OSError):
             self._file.flush()
 
@@ -307,8 +325,12 @@ _IN_ASCII = str.maketrans("█─│├└·→≤≥…’", "#-||`-><>.'")
 
 
 def _encode_rest(e: UnicodeError) -> tuple[str | bytes, int]:
-    """Handle what a stream cannot encode, as codecs ask: write characters of ours in ASCII, and others, as in names of
-    files, as escapes."""
+    """Return (a replacement, where to go on) for characters that a stream cannot encode; this is an error handler of
+    codecs. Those that ckpttool draws with become ASCII, others, as in names of files, escapes.
+
+    Raises:
+        UnicodeError: `e` itself, if it is not about encoding.
+    """
     if not isinstance(e, UnicodeEncodeError):
         raise e
     text = e.object[e.start : e.end].translate(_IN_ASCII)
@@ -330,31 +352,42 @@ def open_streams() -> None:
 
 
 def describe_memory() -> str:
-    """Say the peak memory of this process."""
+    """Return a text with the peak memory of this process."""
     return f"peak {measure_peak_memory()} MiB"
 
 
 def measure_peak_memory() -> int:
-    """Measure the peak memory of this process, in MiB."""
+    """Return the peak memory of this process, in MiB."""
     import resource
 
     return round(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024)
 
 
 def say(text: str = "") -> None:
-    """Print a line on stdout. Names in it cannot make lines of their own, nor control the terminal."""
+    """Print a line on stdout. Control characters and line ends in it, as names may have, are printed as escapes.
+
+    Raises:
+        OutputLost: stdout cannot be written to.
+    """
     print(printable(text))  # noqa: T201
 
 
 def note(text: str, quiet: bool = False) -> None:
-    """Print a line for people on stderr, but for `quiet`; otherwise as `say`."""
+    """Print a line for people on stderr, unless `quiet`. Control characters and line ends in it, as names may have, are
+    printed as escapes."""
     if not quiet:
         print(printable(text), file=sys.stderr, flush=True)  # noqa: T201
 
 
 def print_left_behind(dropped: list[tuple[str, int, str]], quiet: bool, verbose: bool = False) -> None:
-    """Print one line about (name, bytes, why) that the target does not hold, and one about files that were not read;
-    with `verbose`, every name."""
+    """Print on stderr one line about entries that the destination does not hold, and one about files that were not
+    read.
+
+    Args:
+        dropped: (name, bytes, why) of each entry or file.
+        quiet: print nothing.
+        verbose: print every name, too.
+    """
     from ..engine.discover.unread_files import NOT_READ, human, listed
     from ..index.checkpoint import Unread
 
@@ -379,7 +412,13 @@ def print_left_behind(dropped: list[tuple[str, int, str]], quiet: bool, verbose:
 
 
 def print_unread(rows: list[dict[str, Any]], quiet: bool, of: str = "") -> None:
-    """Name the files of a checkpoint that a command did not read, as `Unread.to_json` has them."""
+    """Print on stderr which files of a checkpoint a command did not read.
+
+    Args:
+        rows: the fields of `Unread`, one dict a file.
+        quiet: print nothing.
+        of: what a line begins with, such as the path of the checkpoint and a colon.
+    """
     from ..engine.discover import unread_files
     from ..index.checkpoint import Unread
 
@@ -388,12 +427,12 @@ def print_unread(rows: list[dict[str, Any]], quiet: bool, of: str = "") -> None:
 
 
 def print_json(data: Any) -> None:
-    """Print data as JSON on stdout."""
+    """Print plain data as JSON on stdout; what JSON does not have is printed as text."""
     print(printable_json(data, default=str))  # noqa: T201
 
 
 def draw(*renderables: Any) -> None:
-    """Draw tables and trees on stdout."""
+    """Draw tables and trees of rich on stdout. In a file, lines are not wrapped."""
     on_screen = sys.stdout.isatty()
     screen = make_console(highlight=False, emoji=False, width=None if on_screen else 160)
     for r in renderables:
@@ -401,8 +440,12 @@ def draw(*renderables: Any) -> None:
 
 
 def make_console(stderr: bool = False, **options: Any) -> Console:
-    """Make a `rich.console.Console` on stdout (or stderr) that escapes control characters in printed text; rich's own
-    styling works. `options`: those of Console."""
+    """Return a `rich.console.Console` that escapes control characters in printed text; rich's own styling works.
+
+    Args:
+        stderr: whether it prints on stderr, not on stdout.
+        options: further arguments of `Console`.
+    """
     from rich.console import Console
     from rich.segment import Segment
 

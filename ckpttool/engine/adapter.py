@@ -121,7 +121,12 @@ def adapter_merge(
 
 
 def merge_target(to: str | None, dst: str | os.PathLike[str]) -> layouts.Layout:
-    """Choose the layout of a merged model: the one that was named, or that the destination's name tells, or hf."""
+    """Choose the layout of a merged model: the one named `to`; where that is None, the one that the destination's name
+    tells, or else hf.
+
+    Raises:
+        UsageError: there is no layout of that name, or it does not go with the destination.
+    """
     if to is None:
         try:
             return layouts.target_of(None, dst)

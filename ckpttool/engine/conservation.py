@@ -45,10 +45,16 @@ class Account:
     added: list[str] = field(default_factory=list)
 
     def add_step(self, how: str, before: Checkpoint, after: Checkpoint, computed: bool = False) -> None:
-        """Compare a state before and after one change to all of it, such as a name map.
+        """Compare a state before and after one change to all of it, such as a name map, and note what became of its
+        entries.
 
-        An entry that the result has under no name is dropped, with `how` as the reason, unless its bytes, or its data,
-        are there under another name, or the entries of the result are `computed` from those that are gone.
+        An entry that is in `after` under no name is dropped, with `how` as the reason, unless its bytes, or its data,
+        are there under another name, or `computed` is set.
+
+        Args:
+            how: what was done, for the reasons: "filled from PATH".
+            computed: whether the new entries of `after` were computed from those that are gone, which then count as
+                changed.
         """
         if after is before:
             return
@@ -73,7 +79,8 @@ class Account:
         self._add_values(how, before, after)
 
     def _add_values(self, how: str, before: Checkpoint, after: Checkpoint) -> None:
-        """Compare values as `add_step` does: one that is gone is changed where its data are under another name."""
+        """Compare the values of two states: one that is gone counts as changed where an equal value is there under
+        another name, else as dropped, with `how` as the reason."""
         moved = {data_digest(v) for n, v in after.values.items() if n not in before.values}
         left = {data_digest(v) for n, v in before.values.items() if n not in after.values}
         for n, v in before.values.items():
@@ -94,7 +101,9 @@ class Account:
         """Compare a state with the draft that a layout made of it.
 
         Args:
-            digests: {value: `value_digest`} of the state, of before the layout saw it.
+            ckpt: the state that the layout was given.
+            digests: {name of a value: its `value_digest`}, taken before the layout was given the state.
+            draft: the plan of the destination's files.
 
         Raises:
             Differs: an entry is lost, altered or invented, and the draft does not say so.
@@ -145,7 +154,8 @@ class Account:
         self.added += [*draft.synthesized_tensors, *draft.synthesized_values]
 
     def close(self, source: Checkpoint, draft: Draft) -> None:
-        """Take over all that the draft drops, and list as kept what is neither changed nor dropped."""
+        """Take over all that the draft drops, and list as kept the entries of `source`, the state before any change,
+        that are neither changed nor dropped."""
         self.dropped = list({d.name: d for d in (*self.dropped, *draft.dropped)}.values())
         gone = {d.name for d in self.dropped}
         self.changed = {n: how for n, how in self.changed.items() if n not in gone}
@@ -160,11 +170,11 @@ class _Faults:
         self.rows: list[str] = []
 
     def add(self, name: str, what: str) -> None:
-        """Note an entry and what is wrong with it."""
+        """Note an entry and what is wrong with it; `what` goes on after the name: "is not in the source"."""
         self.rows.append(f'"{name}" {what}')
 
     def refuse(self) -> None:
-        """Stop if there are any.
+        """Stop if any faults were noted.
 
         Raises:
             Differs: with the first three of them.
@@ -185,7 +195,7 @@ class _ByteRanges:
         self._merged: dict[int, tuple[_Numbers, _Numbers]] = {}
 
     def hold(self, t: TensorEntry) -> bool:
-        """Tell whether all bytes of a tensor are in the ranges."""
+        """Tell whether all bytes of a tensor are in the ranges; True for one without bytes."""
         import numpy as np
 
         if self._tensors is not None:
@@ -203,7 +213,8 @@ class _ByteRanges:
         return True
 
     def _merge(self, tensors: Iterable[TensorEntry]) -> None:
-        """Sort the ranges of each file, and merge those that touch."""
+        """Sort the byte ranges of these tensors, file by file, merge those that overlap or touch, and keep them in
+        `_merged`."""
         import numpy as np
 
         files, first, last = _list_chunks(tensors)
@@ -216,7 +227,8 @@ class _ByteRanges:
 
 
 def _list_chunks(tensors: Iterable[TensorEntry]) -> tuple[_Numbers, _Numbers, _Numbers]:
-    """List (file, first byte, end) of every chunk that has bytes, as three arrays."""
+    """List every chunk of these tensors that has bytes, as three arrays of equal length: the number of its file, its
+    first byte there, and its end."""
     import numpy as np
 
     chunks = [t.chunks for t in tensors if t.numel]
@@ -230,7 +242,7 @@ def _list_chunks(tensors: Iterable[TensorEntry]) -> tuple[_Numbers, _Numbers, _N
 
 
 def _is_same_entry(a: TensorEntry, b: TensorEntry | None) -> bool:
-    """Tell whether two entries have equal dtypes and shapes, and are the same bytes."""
+    """Tell whether two entries have equal dtypes and shapes and lie in the same bytes; never where `b` is None."""
     if b is None or (a.dtype, a.shape) != (b.dtype, b.shape):
         return False
     x, y = a.chunks, b.chunks
@@ -238,8 +250,8 @@ def _is_same_entry(a: TensorEntry, b: TensorEntry | None) -> bool:
 
 
 def list_changed_values(before: Mapping[str, Value], after: Mapping[str, Value], how: str) -> dict[str, str]:
-    """List the values that only one of two states has, or that differ in them, {name: how}, as `Draft.changed` has
-    it."""
+    """Return {name: `how`} of the values that differ between two states, or that only one of them has; this is what
+    `Draft.changed` holds."""
     return {
         n: how
         for n in {**before, **after}
@@ -248,8 +260,8 @@ def list_changed_values(before: Mapping[str, Value], after: Mapping[str, Value],
 
 
 def list_written_values(draft: Draft, tensors: Container[str] = ()) -> dict[str, Value]:
-    """List the values of a state that its destination holds, without those that the layout had to add and those that
-    are `tensors` of one element in the state."""
+    """List the values of a state that its destination holds, {name: value}. Values that the layout had to add are left
+    out, and so are `tensors`, names of values that are tensors of one element in the state."""
     gone = {d.name for d in draft.dropped} | draft.synthesized_values.keys()
     return {n: v for n, v in draft.checkpoint.values.items() if n not in gone and n not in tensors}
 
@@ -261,8 +273,9 @@ def find_other_values(
     order.
 
     Args:
-        of_layout: values that the layout added, that the reader found as they were written, and that are not in
-            `found`.
+        found: the index of the destination, as it was read back.
+        of_layout: names of values that the layout added; the reader found them as they were written and left them out
+            of `found`.
         digests: {tensor: BLAKE3 in hex} of all tensors in `found`; an array in a value may be a tensor of its own
             there.
 

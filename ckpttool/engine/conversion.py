@@ -155,10 +155,11 @@ def convert(src: CheckpointPath, dst: str | os.PathLike[str], **keywords: Unpack
 def run_conversion(
     src: CheckpointPath, dst: str | os.PathLike[str], reading: OpenOptions, writing: WriteRequest, running: RunOptions
 ) -> ConvertResult:
-    """Plan a conversion, fill its destination, read that back, and commit it; `convert` explains what is asked.
+    """Convert a checkpoint: plan the conversion, fill the destination, read it back, and commit it, which makes it
+    visible. The arguments hold the keywords of `convert`.
 
     Raises:
-        CkpttoolError: as `convert`.
+        CkpttoolError: whatever `convert` raises.
     """
     serve_if_worker(running.workers)
     note_change("")
@@ -194,14 +195,15 @@ def run_conversion(
 
 
 def _add_notes(e: CkpttoolError, notes: Iterable[str]) -> None:
-    """Add notes to an error."""
+    """Attach each of these texts to an error, as an exception note."""
     for text in notes:
         e.add_note(text)
 
 
 @contextmanager
 def _fail_destination_on_error(destination: Destination) -> Iterator[None]:
-    """Do what is inside; where it fails, keep what is of use to the next run, remove everything else, and say so."""
+    """While the block runs, watch for an error: then keep what the next run can use of the destination, remove
+    everything else, and raise the error with notes that say so."""
     try:
         yield
     except BaseException as e:
@@ -227,7 +229,7 @@ class _Filled:
 
     @property
     def continued(self) -> bool:
-        """Tell whether an interrupted run had written a part of it."""
+        """Tell whether an interrupted run had written a part of the destination."""
         return self.done_before > 0 or self.filled_before > 0
 
 
@@ -241,6 +243,10 @@ def _fill_destination(
     config: str | None,
 ) -> _Filled:
     """Write every byte of a draft and the record beside it; read it back where it can be read before the commit.
+
+    Args:
+        job: the conversion as workers are told it (`describe_job`); None where one process has to do it.
+        config: folder or id of a Hugging Face model, for reading back; None where none was given.
 
     Raises:
         CkpttoolError: the source is damaged or was changed, or the result differs from the draft.
@@ -286,8 +292,14 @@ def _commit_destination(
 ) -> None:
     """Make a destination visible, and read it back if it could not be read before.
 
+    Args:
+        dst: its path or URL.
+        config: folder or id of a Hugging Face model, for reading back; None where none was given.
+
     Raises:
-        SourceChanged: the source was written to meanwhile. Differs: what is there is not what was written.
+        SourceChanged: the source was written to meanwhile.
+        Differs: what is there is not what was written.
+        CkpttoolError: the destination cannot be written, or not be read back.
     """
     planned.opened.source.assert_unchanged()
     with planned.target.replacing(dst) if running.force else nullcontext():
@@ -298,7 +310,8 @@ def _commit_destination(
 
 
 def _make_result(planned: Plan, filled: _Filled, where: str, running: RunOptions, messages: list[str]) -> ConvertResult:
-    """Say what a conversion did; `where` is its destination for people, `messages` are those of its destination."""
+    """Make the result of a conversion that is done; `where` is the destination as people see it, and `messages` become
+    notes."""
     opened, draft, account = planned.opened, planned.draft, planned.account
     ckpt = opened.checkpoint
     notes = [*ckpt.notes, *draft.notes, *lost_notes(draft.lost), *messages]
@@ -339,8 +352,12 @@ def _make_result(planned: Plan, filled: _Filled, where: str, running: RunOptions
 def _start_workers(
     job: dict[str, Any] | None, draft: Draft, destination: Destination, running: RunOptions
 ) -> Iterator[Workers | None]:
-    """Start the workers that fill a draft; None where this process does it alone, and a note says why if it was asked
-    for others."""
+    """While the block runs, have workers that fill a draft, or None where this process does it alone. If workers were
+    asked for and cannot be used, a message of `destination` says why.
+
+    Args:
+        job: the conversion as workers are told it (`describe_job`); None where one process has to do it.
+    """
     spec = running.workers
     parallel = destination.parallel
     why = why_one_process(draft, job, parallel is not None, parallel is not None and parallel.part_bytes > 0)
@@ -368,21 +385,22 @@ PYTHON_BYTES = 64 << 20
 
 
 def _count_buffers(budget: IOBudget, source: Source) -> int:
-    """Count the buffers that readers and writers hold at the same time."""
+    """Count the buffers that the readers of `source` and the writers hold at the same time."""
     return 9 + 2 * budget.writer_threads + 3 * budget.reader_threads(source)
 
 
 def most_memory_bytes(budget: IOBudget, source: Source) -> int:
-    """Compute the most bytes of memory that a run takes besides the index."""
+    """Compute the most bytes of memory that a run takes besides the index: buffers, the source's own needs, and
+    Python."""
     return PYTHON_BYTES + source.working_bytes + _count_buffers(budget, source) * budget.buffer_bytes
 
 
 def choose_io_budget(max_memory_bytes: int | None, threads: int, source: Source) -> IOBudget:
-    """Choose threads and the size of buffers, so that all the buffers, and what Python and numpy take, fit into
-    `max_memory_bytes`; buffers of the usual size where None.
+    """Choose the number of threads and the size of buffers, so that all buffers, and what Python and numpy take, fit
+    into `max_memory_bytes`; where that is None, buffers have the usual size.
 
     Raises:
-        UsageError: there are no threads, or the buffers would be too small.
+        UsageError: `threads` is less than 1, or the buffers would be too small.
     """
     if threads < 1:
         raise UsageError(f"{argument('threads', threads)}: it must be at least 1.")

@@ -34,7 +34,11 @@ __all__ = [
 
 
 def normalise_destination(dst: str | os.PathLike[str]) -> str:
-    """Check the path or URL of a destination, and write its scheme in small letters."""
+    """Return the path or URL of a destination as text, with the scheme of a URL in small letters.
+
+    Raises:
+        UsageError: it is "-", empty, or has a null byte.
+    """
     text = os.fspath(dst)
     if text == "-":
         raise UsageError("A checkpoint cannot be written to standard output. Give the path of a file or folder.")
@@ -44,7 +48,17 @@ def normalise_destination(dst: str | os.PathLike[str]) -> str:
 
 
 def refuse_destination(dst: str, where: str, force: bool) -> None:
-    """Refuse what is at a destination, before anything is opened."""
+    """Refuse what is at a destination, before anything is opened.
+
+    Args:
+        dst: its path or URL, as it was given.
+        where: the same for people, without passwords.
+        force: whether a checkpoint there may be replaced.
+
+    Raises:
+        DestinationExists: something is there that may not be replaced.
+        UsageError: the store of the URL cannot be written to.
+    """
     if urls.is_url(dst):
         _refuse_store(where)
     elif os.path.lexists(where):
@@ -56,11 +70,15 @@ def refuse_destination(dst: str, where: str, force: bool) -> None:
 def check_destination(src: CheckpointPath, dst: str | os.PathLike[str], planned: Plan, force: bool) -> int | None:
     """Refuse a destination as `convert` would refuse it, and write nothing.
 
+    Args:
+        force: whether a checkpoint there may be replaced.
+
     Returns:
         The free bytes of its file system; None for an object store.
 
     Raises:
-        DestinationExists, UsageError: nothing may be written there. NoSpace: the destination does not fit.
+        DestinationExists, UsageError: nothing may be written there.
+        NoSpace: the destination does not fit.
     """
     dst = normalise_destination(dst)
     refuse_source(src, dst)
@@ -75,14 +93,19 @@ def check_destination(src: CheckpointPath, dst: str | os.PathLike[str], planned:
 
 
 def can_share(dst: str, is_file: bool, draft: Draft) -> bool:
-    """Tell whether several processes can fill a destination (`Destination.parallel`), which is not opened."""
+    """Tell whether several processes can fill a destination, a path or URL, at the same time; it is not opened.
+    `is_file` is whether the layout is one file."""
     return not urls.is_url(dst) or (
         not draft.object_lock and s3_object(dst if is_file else f"{dst}/{UNFINISHED}") is not None
     )
 
 
 def refuse_source(src: CheckpointPath, dst: str | os.PathLike[str]) -> None:
-    """Refuse a destination that is the source, lies in it or holds it."""
+    """Refuse a destination that is the source, lies in it or holds it.
+
+    Raises:
+        UsageError: with how the two are related.
+    """
     src = show_path(src)
     if urls.is_url(dst) != urls.is_url(src):
         return
@@ -100,7 +123,11 @@ def refuse_source(src: CheckpointPath, dst: str | os.PathLike[str]) -> None:
 
 
 def _refuse_store(url: str) -> None:
-    """Refuse a store that is written to in another way."""
+    """Refuse URLs of stores that a conversion cannot write to: hf:// and http.
+
+    Raises:
+        UsageError: with what to use instead.
+    """
     if url.startswith("hf://"):
         raise UsageError(f"{url}: the Hub is written to by `ckpttool push`, which makes one commit of it.")
     if url.startswith("http"):
@@ -109,7 +136,12 @@ def _refuse_store(url: str) -> None:
 
 def _refuse_foreign(target: str) -> None:
     """Refuse to replace what is no checkpoint: --force replaces a checkpoint, an empty folder or an empty file; not a
-    folder or a file of other things."""
+    folder or a file of other things.
+
+    Raises:
+        DestinationExists: it is no checkpoint.
+        CkpttoolError: what is there cannot be told: it may not be read, or a store does not answer.
+    """
     if urls.is_url(target):
         try:
             where = layouts.place(target)
@@ -144,7 +176,7 @@ def _refuse_foreign(target: str) -> None:
 
 
 def recover_old(target: str) -> list[str]:
-    """Put back an old destination that an interrupted run had taken away; return what people should know of it.
+    """Put back an old destination that an interrupted run had taken away; return sentences for people on what was done.
 
     Raises:
         CkpttoolError: the system does not let us.
@@ -160,12 +192,17 @@ def recover_old(target: str) -> list[str]:
 
 
 def open_destination(dst: str, is_file: bool, draft: Draft, plan: str, force: bool) -> Destination:
-    """Open the destination of a draft; `plan` identifies the conversion, so that the same one continues what was
-    interrupted.
+    """Open the destination of a draft.
+
+    Args:
+        is_file: whether the layout is one file, and no folder.
+        plan: what identifies the conversion (`plan_id`), so that the same one continues what was interrupted.
+        force: whether a checkpoint there may be replaced.
 
     Raises:
-        DestinationExists: something is there and `force` is not set. Locked: another run writes there. NoSpace: the
-            file system has less room than the draft needs.
+        DestinationExists: something is there and `force` is not set.
+        Locked: another run writes there.
+        NoSpace: the file system has less room than the draft needs.
     """
     if not urls.is_url(dst):
         return LocalDestination(dst, is_file, plan, _count_needed_bytes(draft), force)
@@ -175,5 +212,6 @@ def open_destination(dst: str, is_file: bool, draft: Draft, plan: str, force: bo
 
 
 def _count_needed_bytes(draft: Draft) -> int:
-    """Count the bytes of the draft's files, of ckpttool.json and of the journal."""
+    """Count the bytes that a destination needs on the disk: those of the draft's files, and 1 MiB for ckpttool.json and
+    the journal."""
     return draft.nbytes + (1 << 20)

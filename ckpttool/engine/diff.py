@@ -175,8 +175,8 @@ def diff(
 
 
 def _compare_indexes(left: Checkpoint, right: Checkpoint, out: Difference) -> list[str]:
-    """Note in `out` which names, adapters, values, shapes and dtypes differ; return the names of the tensors whose
-    elements can be compared."""
+    """Note in `out` which names, adapters, values, shapes and dtypes differ between two indexes; return the names of
+    the tensors that both have and whose elements can be compared."""
     out.only_in_a = [n for n in [*left.tensors, *left.values] if n not in right.tensors and n not in right.values]
     out.only_in_b = [n for n in [*right.tensors, *right.values] if n not in left.tensors and n not in left.values]
     adapters = [lora.find_lora(ckpt) for ckpt in (left, right)]
@@ -207,8 +207,13 @@ def _list_unequal(
     spec: WorkersSpec,
     progress: Progress,
 ) -> list[str]:
-    """List the tensors that have to be compared element by element: all, where there are no workers to compute their
-    digests before."""
+    """Return those of `names` that have to be compared element by element: tensors whose dtypes or digests differ.
+    Without workers that compute the digests, all of them.
+
+    Args:
+        a, b: the two checkpoints, each as (path, how it was opened, the open checkpoint).
+        spec: the workers, as `diff` takes them.
+    """
     digests = []
     for path, options, opened in (a, b):
         with workers_for_reading(spec, path, opened.checkpoint.nbytes) as workers:
@@ -220,12 +225,13 @@ def _list_unequal(
 
 
 def _shape_in_numbers(t: TensorEntry) -> tuple[int, ...]:
-    """Compute the shape of a tensor whose elements hold several numbers, counted in numbers."""
+    """Return the shape of a tensor counted in numbers, of which an element of some dtypes holds several
+    (float4_e2m1fn_x2)."""
     return (*t.shape[:-1], t.shape[-1] * PACKED.get(t.dtype, 1)) if t.shape else ()
 
 
 def _format_value(x: object) -> str:
-    """Write a value in a line."""
+    """Write a value as its repr, cut to 60 characters."""
     text = repr(x)
     return text if len(text) <= 60 else text[:57] + "..."
 
@@ -233,7 +239,13 @@ def _format_value(x: object) -> str:
 def _compare_data(
     x: OpenCheckpoint, y: OpenCheckpoint, names: list[str], rtol: float, atol: float, progress: Progress
 ) -> Iterator[tuple[TensorDifference, bool]]:
-    """Compare the bytes of tensors; yield (difference, within tolerance) of every tensor whose bytes differ."""
+    """Compare the bytes of tensors; yield (how it differs, whether all of it is within the tolerances) of every tensor
+    in which elements differ.
+
+    Raises:
+        Differs: the bytes of a dtype differ that neither numpy nor torch has.
+        Corrupt, SourceChanged: bytes are missing, damaged or were changed.
+    """
     left, right = x.checkpoint, y.checkpoint
     total = sum(left.tensors[n].nbytes for n in names)
     passed = 0
@@ -254,14 +266,14 @@ def _compare_data(
 
 
 def _are_equal(p: memoryview, q: memoryview) -> bool:
-    """Tell whether two buffers hold the same bytes; memoryview's own comparison goes byte by byte."""
+    """Tell whether two buffers hold the same bytes, by numpy: memoryview's own comparison goes byte by byte."""
     import numpy as np
 
     return bool(np.array_equal(np.frombuffer(p, "u1"), np.frombuffer(q, "u1")))
 
 
 def _stream_blocks(opened: OpenCheckpoint, names: list[str]) -> Iterator[Block]:
-    """Yield the blocks of some tensors, in the order of their names."""
+    """Yield the blocks of some tensors, in the order of `names`."""
     ckpt = opened.checkpoint
     jobs = (StreamJob(n, ckpt.tensors[n]) for n in names)
     return Reader(opened.source, ckpt.files, ckpt.records).blocks(jobs)
@@ -277,7 +289,18 @@ def _measure_differences(
     rtol: float,
     atol: float,
 ) -> bool:
-    """Add a piece to the numbers; return whether all of it is within the tolerances."""
+    """Compare a piece of a tensor and add what differs to `out`; return whether all of the piece is within the
+    tolerances.
+
+    Args:
+        first: flat index of the first element of the piece.
+        p, q: its bytes in the first and in the second checkpoint.
+        s, t: the tensor there.
+        rtol, atol: |p - q| may be atol + rtol * |q|.
+
+    Raises:
+        Differs: neither numpy nor torch has the dtype.
+    """
     import numpy as np
 
     if s.dtype in NOT_TORCHS:
@@ -337,8 +360,8 @@ def _measure_differences(
 
 
 def _measure_ulp(u: Any, v: Any) -> int:
-    """Measure the largest distance in units in the last place: the order of sign-magnitude bits is the order of the
-    numbers."""
+    """Return the largest distance between elements of two float arrays of one dtype, in units in the last place. The
+    order of sign-magnitude bits is the order of the numbers."""
     import numpy as np
 
     n = u.dtype.itemsize
@@ -351,7 +374,7 @@ def _measure_ulp(u: Any, v: Any) -> int:
 
 
 def _subtract_exactly(a: Any, b: Any) -> Any:
-    """Compute |a - b| of integers, exact, as uint64."""
+    """Return |a - b| of two integer arrays of one dtype, exact, as uint64."""
     import numpy as np
 
     kind = "u8" if a.dtype.kind == "u" else "i8"
@@ -360,7 +383,7 @@ def _subtract_exactly(a: Any, b: Any) -> Any:
 
 
 def _unravel_index(shape: tuple[int, ...], flat: int) -> tuple[int, ...]:
-    """Convert the number of an element to its index."""
+    """Convert the flat index of an element to its index in each dimension."""
     out = []
     for s in boxes.strides(shape):
         out.append(flat // s if s else 0)

@@ -58,7 +58,8 @@ class DryRun:
     not_read: list[dict[str, Any]]
 
     def to_json(self) -> dict[str, Any]:
-        """Convert to plain data; also under the keys `from`, `to` and `destination_bytes` that earlier versions had."""
+        """Convert to plain data; three of the fields also appear under the keys "from", "to" and "destination_bytes",
+        which earlier versions had."""
         return {
             **asdict(self),
             "from": self.layout_from,
@@ -71,6 +72,9 @@ def estimate_conversion(
     src: CheckpointPath, dst: str | os.PathLike[str], reading: OpenOptions, writing: WriteRequest, running: RunOptions
 ) -> DryRun:
     """Estimate what a conversion would read, write and take; write nothing.
+
+    Args:
+        reading, writing, running: the keywords of `convert`, by what they are about.
 
     Raises:
         CkpttoolError: whatever `convert` would refuse before it begins to copy.
@@ -117,8 +121,15 @@ def _estimate_workers(
     planned: Plan,
     each: int,
 ) -> tuple[dict[str, Any] | None, int, list[str]]:
-    """Say who would fill the destination, how much memory all processes on this machine would take, and why workers
-    would not be used; `each` is the memory of one of them."""
+    """Estimate which processes would fill the destination, and how much memory they take.
+
+    Args:
+        each: bytes of memory that one process takes.
+
+    Returns:
+        ({"name", "count", "memory_bytes": of each} of the workers, None where one process does it; the bytes of memory
+            of all processes on this machine; a note, if workers were asked for and would not be used).
+    """
     draft, source, spec = planned.draft, planned.opened.source, running.workers
     name, count, elsewhere = describe_workers(spec, draft.nbytes)
     if count == 1 and not elsewhere:

@@ -20,11 +20,15 @@ __all__ = ["fill_from_other"]
 
 
 def fill_from_other(opened: OpenCheckpoint, path: str, only: tuple[str, ...] | None) -> OpenCheckpoint:
-    """Give a salvaged checkpoint the tensors and values that it lacks and that the one at `path` has; of the components
-    `only`, of all where None. To close the result closes both.
+    """Return a salvaged checkpoint with the tensors and values that it lacks and that the one at `path` has. To close
+    the result closes both.
+
+    Args:
+        only: components to fill in; None for all.
 
     Raises:
         Unsupported: the other one is of another model, or was salvaged itself.
+        CkpttoolError: it cannot be opened.
     """
     ckpt = opened.locate()
     other = open_checkpoint(path, OpenOptions(only=None))
@@ -41,7 +45,7 @@ def fill_from_other(opened: OpenCheckpoint, path: str, only: tuple[str, ...] | N
     mine = {ckpt.component(x) for x in (*ckpt.tensors, *ckpt.values)}
 
     def wanted(component: str) -> bool:
-        """Tell whether a component was asked for."""
+        """Tell whether a component is to be filled in."""
         return only is None or component in only
 
     taken = {x: t for x, t in theirs.tensors.items() if x not in ckpt.tensors and wanted(t.component)}
@@ -90,8 +94,12 @@ def fill_from_other(opened: OpenCheckpoint, path: str, only: tuple[str, ...] | N
 def _refuse_other_run(ckpt: Checkpoint, theirs: Checkpoint, path: str) -> None:
     """Refuse a checkpoint that is of another model, or was salvaged itself.
 
+    Args:
+        ckpt: the one that is to be filled.
+        theirs: the one that is judged; `path` is where it lies.
+
     Raises:
-        Unsupported: it is.
+        Unsupported: with what shows it.
     """
     if theirs.salvage is not None and (theirs.salvage.missing or theirs.salvage.rebuilt):
         raise Unsupported(

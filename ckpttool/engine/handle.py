@@ -51,7 +51,7 @@ class UnknownTensor(UsageError, KeyError):
 
 
 def make_handle(opened: OpenCheckpoint, name: str) -> TensorHandle:
-    """Make the handle of a tensor.
+    """Make the handle of a tensor, given by its canonical name.
 
     Raises:
         UnknownTensor: there is none; the message suggests names that are similar.
@@ -67,7 +67,7 @@ def make_handle(opened: OpenCheckpoint, name: str) -> TensorHandle:
 
 
 def _suggest_names(ckpt: Checkpoint, name: str) -> str:
-    """Say which names are like one that the checkpoint does not have."""
+    """Return a text for the end of a message that suggests names like one that the checkpoint does not have."""
     from difflib import get_close_matches
 
     tail = [n for n in ckpt.tensors if isinstance(name, str) and n.endswith(f".{name}")]
@@ -190,10 +190,10 @@ class TensorHandle:
     # ---------------------------------------------------------------------------------------------------- reading
 
     def _refuse_opaque_dtype(self) -> None:
-        """Refuse a dtype of which only the bytes can be moved.
+        """Refuse a dtype that neither numpy nor torch has.
 
         Raises:
-            Unsupported: it is one.
+            Unsupported: the tensor has such a dtype.
         """
         if self.dtype in NOT_TORCHS:
             raise Unsupported(
@@ -202,7 +202,11 @@ class TensorHandle:
             )
 
     def _make_array(self, raw: _Array, shape: tuple[int, ...]) -> _Array:
-        """Make a numpy array of row-major bytes."""
+        """Make a numpy array of this shape from row-major bytes.
+
+        Raises:
+            Unsupported: neither numpy nor ml_dtypes has the dtype.
+        """
         self._refuse_opaque_dtype()
         if self.dtype == "float4_e2m1fn_x2":
             fours: _Array = numbers(raw, self.dtype).reshape(*shape, 2)
@@ -218,7 +222,11 @@ class TensorHandle:
         return found
 
     def _read(self, start: tuple[int, ...], shape: tuple[int, ...]) -> _Array:
-        """Read the bytes of a box of the tensor, row-major."""
+        """Read the bytes of a box (start, shape) of the tensor, row-major, as a flat array of bytes.
+
+        Raises:
+            Corrupt, SourceChanged: bytes are missing, damaged or not those of before.
+        """
         import numpy as np
 
         out = np.empty(prod(shape) * ITEMSIZE[self.dtype], "u1")
@@ -237,8 +245,8 @@ class TensorHandle:
         return out
 
     def _read_compressed(self, reader: Reader, entry: TensorEntry, box: _Box, out: _Array) -> None:
-        """Read the same from chunks of which some are compressed: one after the other, up to the last slab that is
-        needed."""
+        """Read the bytes of a box into `out`, row-major, from chunks of which some are compressed: one after the other,
+        up to the last slab that is needed."""
         import numpy as np
 
         item = np.dtype(f"V{ITEMSIZE[entry.dtype]}")
@@ -262,8 +270,15 @@ class TensorHandle:
                     break
 
     def _locate_box(self, start: tuple[int, ...], shape: tuple[int, ...]) -> tuple[Checkpoint, TensorEntry]:
-        """Locate the chunks of the tensor that meet a box: the tensor with those, as raw byte ranges, and the
-        checkpoint with their records."""
+        """Find the chunks of the tensor that meet a box (start, shape).
+
+        Returns:
+            (the checkpoint, with the records of the files that these chunks lie in; the tensor with these chunks alone,
+                as raw byte ranges).
+
+        Raises:
+            Corrupt: an item is damaged, or files of ranks do not belong together.
+        """
         ckpt, layout, source = self._opened.locate(), self._opened.layout, self._opened.source
         found = ckpt.tensors.get(self.name, self._entry)
         meeting = [c for c in found.chunks if boxes.intersect((c.start, c.shape), (start, shape)) is not None]
@@ -280,12 +295,13 @@ class TensorHandle:
 
 
 def _choose_budget(nbytes: int) -> IOBudget:
-    """Choose buffers for reading so many bytes: small ones for small reads."""
+    """Choose threads and buffers for reading `nbytes`: small ones for small reads."""
     return IOBudget() if nbytes >= _LARGE else IOBudget(1, 256 << 10)
 
 
 def cut_chunks(entry: TensorEntry, box: _Box) -> Chunks:
-    """Cut the chunks of a tensor to a box, and move them to its origin."""
+    """Cut the chunks of a tensor to a box (start, shape); their places in the result count from the start of the
+    box."""
     item = ITEMSIZE[entry.dtype]
     out = Chunks(len(box[1]))
     chunk: Chunk
@@ -305,7 +321,7 @@ def cut_chunks(entry: TensorEntry, box: _Box) -> Chunks:
 
 
 def _keep_meeting(chunks: Chunks, box: _Box) -> Iterable[Chunk]:
-    """Keep the chunks that may meet a box; of many, the others are left out by whole columns."""
+    """Return the chunks that may meet a box (start, shape); of a few chunks, all."""
     if len(chunks) < _FEW or not chunks.ndim:
         return chunks
     import numpy as np
@@ -317,20 +333,27 @@ def _keep_meeting(chunks: Chunks, box: _Box) -> Iterable[Chunk]:
 
 
 def _make_slices(box: _Box, origin: Sequence[int]) -> tuple[slice, ...]:
-    """Make the slices of a box in an array that begins at `origin`."""
+    """Return the slices that select a box (start, shape) in an array whose first element has the index `origin`."""
     return tuple(slice(a - o, a - o + n) for a, n, o in zip(*box, origin, strict=True))
 
 
 def _has_step(i: int | slice) -> bool:
-    """Tell whether an index is a slice with a step."""
+    """Tell whether an index is a slice with a step other than 1."""
     return isinstance(i, slice) and i.step not in (None, 1)
 
 
 def _parse_index(
     index: _Index, shape: tuple[int, ...], name: str
 ) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int | slice, ...]]:
-    """Parse an index: (start, shape, index of the box) of the smallest box that holds what it selects; the last is ()
-    for all of it."""
+    """Parse the index of a tensor of this shape and name into the smallest box that holds what it selects.
+
+    Returns:
+        (start of the box, its shape, what selects the elements in the box); the last is () where all of it is selected.
+
+    Raises:
+        IndexError: the index is outside the tensor, has too many dimensions, or two "...".
+        TypeError: it is neither an integer nor a slice.
+    """
     given = index if isinstance(index, tuple) else (index,)
     dots = [k for k, i in enumerate(given) if i is ...]
     if len(dots) > 1:

@@ -34,7 +34,7 @@ __all__ = ["Summary", "describe_chunks", "draw_summary", "draw_tree", "human", "
 
 
 def _format_count(n: int) -> str:
-    """Write a large number in short: 1.2B, 350M."""
+    """Write a large number in short: 1.20 B, 350.00 M."""
     for limit, unit in ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "k")):
         if n >= limit:
             return f"{n / limit:.2f} {unit}"
@@ -87,7 +87,7 @@ class Summary:
 
 
 def _record_drawing(drawing: RenderableType) -> Console:
-    """Draw on a console of 120 columns that records it, to be exported as text or as HTML."""
+    """Draw on a console of 120 columns that records it, and return that console, to be exported as text or as HTML."""
     from rich.console import Console
 
     console = Console(file=io.StringIO(), record=True, force_jupyter=False, width=120, highlight=False, emoji=False)
@@ -116,8 +116,13 @@ def inspect(
 def summarise(
     ckpt: Checkpoint, path: str | os.PathLike[str], source: Source | None = None, only: Iterable[str] | None = None
 ) -> Summary:
-    """Summarise an index. What an adapter_config.json beside it says is read from its source, where that is given; what
-    is missing is not said of components that `only` leaves out."""
+    """Summarise an index.
+
+    Args:
+        path: where the checkpoint lies, for people.
+        source: its files, from which an adapter_config.json is read; None reads nothing.
+        only: the components that were opened; None for all. With some only, what is missing is not listed.
+    """
     components: dict[str, dict[str, Any]] = {}
     for t in ckpt.tensors.values():
         c = components.setdefault(t.component, {"tensors": 0, "bytes": 0, "elements": 0, "dtypes": {}, "values": 0})
@@ -155,7 +160,7 @@ def summarise(
 
 
 def _describe_encoding(ckpt: Checkpoint, source: Source | None) -> dict[str, Any] | None:
-    """Describe weights that are codes; None where there are none."""
+    """Describe weights that are stored as codes, as `Summary.encoding` has it; None where there are none."""
     found = encodings.find_in_checkpoint(ckpt, encodings.read_quantization_config(ckpt, source))
     faults = [fault.text for fault in found.faults]
     return (
@@ -172,7 +177,8 @@ def _describe_encoding(ckpt: Checkpoint, source: Source | None) -> dict[str, Any
 
 
 def _describe_adapter(ckpt: Checkpoint, source: Source | None) -> dict[str, Any] | None:
-    """Describe the LoRA of a checkpoint; None where it has none."""
+    """Describe the LoRA of a checkpoint, as `Summary.adapter` has it; None where it has none. An adapter_config.json is
+    read from `source`, unless that is None."""
     found = lora.find_lora(ckpt)
     if found is None:
         return None
@@ -192,8 +198,8 @@ def _describe_adapter(ckpt: Checkpoint, source: Source | None) -> dict[str, Any]
 
 
 def _summarise_slots(ckpt: Checkpoint) -> dict[str, dict[str, int]]:
-    """Summarise the state of the optimizer, {slot: {"parameters", "bytes"}}; a slot of several tensors, such as SOAP's,
-    counts once a parameter."""
+    """Return {slot of the optimizer: {"parameters": how many have it, "bytes"}}; a slot of several tensors, such as
+    SOAP's, counts once a parameter."""
     sizes: dict[str, int] = {}
     parameters: dict[str, set[str]] = {}
     for t in ckpt.tensors.values():
@@ -204,7 +210,8 @@ def _summarise_slots(ckpt: Checkpoint) -> dict[str, dict[str, int]]:
 
 
 def _describe_optimizer(ckpt: Checkpoint) -> dict[str, Any] | None:
-    """Describe the optimizer: its kind, slots and param groups."""
+    """Describe the optimizer, its kind, slots and param groups, as `Summary.optimizer` has it; None where there is no
+    state and no group."""
     slots = _summarise_slots(ckpt)
     groups: dict[int, dict[str, Any]] = {}
     for v in ckpt.values.values():
@@ -227,7 +234,7 @@ def _describe_optimizer(ckpt: Checkpoint) -> dict[str, Any] | None:
 
 
 def _note_instances(ckpt: Checkpoint) -> list[str]:
-    """Make the notes on values that are instances of classes."""
+    """Return a note on values that hold instances of classes; [] where none does."""
     found = {n: classes for n, v in ckpt.values.items() if v.path[-1] != MARK and (classes := instances_in(v.data))}
     if not found:
         return []
@@ -238,7 +245,8 @@ def _note_instances(ckpt: Checkpoint) -> list[str]:
 
 
 def _list_notes(ckpt: Checkpoint) -> list[str]:
-    """List what has to be known about values, about the optimizer, and about the weights because of it."""
+    """List notes on values that are objects, on optimizer state that was lost, and on what the weights are because of
+    the optimizer (schedule-free)."""
     objects = [
         *_note_instances(ckpt),
         *describe_composites(composites(ckpt)),
@@ -261,7 +269,8 @@ def _list_notes(ckpt: Checkpoint) -> list[str]:
 
 
 def _list_missing(ckpt: Checkpoint) -> list[str]:
-    """List what a resume would need and what is not there, in sentences."""
+    """List what a resume would need and what is missing, in sentences; also what of the model is not in the
+    optimizer."""
     out: list[str] = []
     have = {ckpt.component(n) for n in [*ckpt.tensors, *ckpt.values]}
     if "model" not in have:
@@ -297,7 +306,7 @@ def _list_missing(ckpt: Checkpoint) -> list[str]:
 
 
 def _explain_no_optimizer(ckpt: Checkpoint) -> str:
-    """Say why there is no state of an optimizer, and what that means."""
+    """Return a sentence that says why there is no state of an optimizer, and what that means."""
     aside = [r for r in ckpt.unread if r.component == "optim"]
     if aside:
         return (
@@ -315,7 +324,8 @@ def _explain_no_optimizer(ckpt: Checkpoint) -> str:
 
 
 def describe_chunks(ckpt: Checkpoint, names: Iterable[str]) -> list[dict[str, Any]]:
-    """Describe some tensors, chunk by chunk (the first 64)."""
+    """Describe the tensors with these names as plain data: "name", "dtype", "shape", "bytes", "chunks" (how many), and
+    "where", the place of each of the first 64 chunks."""
     out = []
     for n in names:
         t = ckpt.tensors[n]
@@ -345,7 +355,7 @@ def describe_chunks(ckpt: Checkpoint, names: Iterable[str]) -> list[dict[str, An
 
 
 def draw_summary(s: Summary) -> RenderableType:
-    """Draw a summary as a person likes to read it."""
+    """Draw a summary as rich prints it: headline, table of components, optimizer, notes."""
     from rich import box
     from rich.console import Group
     from rich.table import Table
@@ -425,7 +435,8 @@ def draw_summary(s: Summary) -> RenderableType:
 
 
 def draw_tree(ckpt: Checkpoint) -> RenderableType:
-    """Draw names as a tree; repeated blocks (layers.0, layers.1, ...) that are alike are drawn once."""
+    """Draw the names of tensors and values as rich's tree; repeated blocks (layers.0, layers.1, ...) that are alike are
+    drawn once."""
     from rich.tree import Tree
 
     root = Tree(f"[bold]{ckpt.layout}[/] {human(ckpt.nbytes)}")
@@ -441,7 +452,8 @@ def draw_tree(ckpt: Checkpoint) -> RenderableType:
 
 
 def _branch_of(top: dict[str, Any], keys: list[str]) -> dict[str, Any]:
-    """Find the branch that the last of some keys belongs on; it is made where it is not there yet."""
+    """Return the dict inside `top` that the last of `keys` belongs in, following the others; dicts that are not there
+    yet are made."""
     at = top
     for k in keys[:-1]:
         inner = at.setdefault(k, {})
@@ -450,19 +462,19 @@ def _branch_of(top: dict[str, Any], keys: list[str]) -> dict[str, Any]:
 
 
 def _name_branches(x: Any) -> Any:
-    """Convert a value to one with text for the keys of its dicts, of which an empty one is a leaf."""
+    """Return a value in which the keys of its dicts are text; anything else, and an empty dict, stays as it is."""
     return {str(k): _name_branches(v) for k, v in x.items()} if isinstance(x, dict) and x else x
 
 
 def _describe_shape(x: Any) -> Any:
-    """Describe a part of a tree such that equal descriptions are blocks that are alike."""
+    """Return a description of a part of a tree of names; blocks that are alike have equal ones."""
     if isinstance(x, dict):
         return tuple((k, _describe_shape(v)) for k, v in x.items())
     return (x.dtype, x.shape) if isinstance(x, TensorEntry) else repr(x)
 
 
 def _grow_branch(node: Any, x: dict[str, Any]) -> None:
-    """Add what is below a node to it."""
+    """Add the entries of `x` to a node of rich's tree, and to nodes below it."""
     from rich.markup import escape
 
     items = list(x.items())

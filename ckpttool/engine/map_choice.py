@@ -34,7 +34,15 @@ NO_MAP = "none"
 
 
 def read_map_text(asked: str) -> str:
-    """Read a map as a request keeps it: its name if it comes with ckpttool, or "none", else its text."""
+    """Read a name map as a request keeps it: the name of a map that comes with ckpttool, or "none", stays; of a file,
+    the text is returned.
+
+    Args:
+        asked: what the user gave: a name, "none", or the path of a file.
+
+    Raises:
+        UsageError: there is no such map.
+    """
     return asked if asked == NO_MAP or asked in maps.names() else maps.read_shipped_or_own_map(asked)
 
 
@@ -47,15 +55,18 @@ def apply_name_map(
     vocab_size: int | None = None,
     to_hub: bool = False,
 ) -> tuple[Checkpoint, Source]:
-    """Map a state as asked, and return it with its files; where nothing was asked and it goes to the Hub, by the map of
-    the trainer that wrote it, if one fits; else leave it as it is.
+    """Map the names of a state; returns it with its files.
 
     Args:
-        config: folder or id of the model, as `open` takes it.
-        vocab_size: rows that the vocabulary shall have, instead of those in config.json.
+        asked: the map that the user asked for; "none" for no map. None leaves the state as it is, unless `to_hub` is
+            set and a map of the trainer that wrote it fits.
+        config: folder or id of the model, as `open` takes it; None where none was given.
+        vocab_size: rows that the vocabulary shall have; None for those in config.json.
+        to_hub: whether the result is for the Hub.
 
     Raises:
-        UsageError: as `maps.load`. Unsupported: as `mapping.apply_map`.
+        UsageError: there is no such map, or it cannot be parsed.
+        Unsupported: the map does not fit the names, the shapes or the model.
     """
     if asked == NO_MAP or (asked is None and not (to_hub and ckpt.trainer)):  # maps of trainers are found by its name
         return ckpt, source
@@ -92,18 +103,26 @@ def apply_name_map(
 
 
 def rename_opened(opened: OpenCheckpoint, asked: str | os.PathLike[str], config: str | None) -> OpenCheckpoint:
-    """Put an open checkpoint under the names of another program; to close the one that is given closes both.
+    """Put an open checkpoint under the names of another program; to close the one that was given closes both.
+
+    Args:
+        asked: the name or the file of a map, or "none".
+        config: folder or id of the model; None where none was given.
 
     Raises:
-        UsageError, Unsupported: as `apply_name_map`.
+        UsageError, Unsupported: there is no such map, or it does not fit.
     """
     ckpt, source = apply_name_map(opened.checkpoint, opened.source, read_map_text(os.fspath(asked)), config)
     return replace(opened, checkpoint=ckpt, source=source)
 
 
 def _choose_trainer_map(ckpt: Checkpoint, config: Mapping[str, Any] | None) -> NameMap | None:
-    """Choose the map of the trainer that wrote a checkpoint, for the model type of the config where there is one; None
-    where none covers all weights, which a note says."""
+    """Choose the map of the trainer that wrote a checkpoint, for the model type of the config.json; None where none
+    covers all weights, which a note says.
+
+    Args:
+        config: what config.json says; None where there is none.
+    """
     names = [t.local_name for t in ckpt.tensors.values() if t.component == "model"]
     model = (config or {}).get("model_type")
     every = [maps.load(name) for name in maps.names()]
@@ -121,8 +140,14 @@ def _choose_trainer_map(ckpt: Checkpoint, config: Mapping[str, Any] | None) -> N
 
 
 def _find_heads(ckpt: Checkpoint, source: Source, found: NameMap) -> tuple[dict[str, int], str] | None:
-    """Find what config.json would say of the heads, and the export that tells it; None where no folder beside the
-    checkpoint is an export of the same weights."""
+    """Find the sizes of attention heads from an export of the same weights in a folder beside the checkpoint.
+
+    Args:
+        found: the map that leads to the names of the export.
+
+    Returns:
+        ({key of config.json: number}, the export's folder, "../NAME"); None where no folder is such an export.
+    """
     if not source.local_folder:
         return None
     above = os.path.dirname(os.path.abspath(source.root))
@@ -152,8 +177,13 @@ def _find_heads(ckpt: Checkpoint, source: Source, found: NameMap) -> tuple[dict[
 def _fit_heads(
     ckpt: Checkpoint, source: Source, found: NameMap, there: Checkpoint, export: Source
 ) -> dict[str, int] | None:
-    """Find the sizes of heads that make q and k of the first layer those of an export; None where nothing does, or
-    several sizes do."""
+    """Find the sizes of attention heads that make q and k of the first layer those of an export, {key of config.json:
+    number}; None where none do, or several.
+
+    Args:
+        found: the map that leads to the names of the export.
+        there: the index of the export; `export` is its files.
+    """
     q, k = (f"model.model.layers.0.self_attn.{n}_proj.weight" for n in ("q", "k"))
     wanted = {n: there.tensors[n] for n in (q, k)}
     digests = tensor_digests(wanted, export, there.files, there.records, silent)

@@ -71,8 +71,13 @@ class MergedCheckpoint(OpenCheckpoint):
     kept: dict[str, str] = field(default_factory=dict)
 
     def expect_recorded(self, ignore: bool = False) -> None:
-        """Expect digests as of any checkpoint; what was recorded of the inputs of merged weights is compared, too
-        (`inputs`)."""
+        """Make the digests recorded of the base model those that the unchanged weights must have. The inputs of merged
+        weights, with the digests recorded of them, go into `inputs`, to be compared later; with `ignore`, no digests
+        are expected.
+
+        Raises:
+            Corrupt: names, dtypes or shapes are not those of a record.
+        """
         ckpt = self.checkpoint
         for part, used in self.parts:
             part.expect_recorded(ignore)
@@ -99,12 +104,17 @@ class _Adapter:
 def open_merged(
     src: CheckpointPath, options: OpenOptions, request: MergeRequest, model: layouts.ModelHints | None = None
 ) -> MergedCheckpoint:
-    """Open the state of `src` with the adapter merged that the request names: another checkpoint, or the one in `src`
-    itself.
+    """Open the state of `src` with an adapter merged into it: another checkpoint, or the one in `src` itself.
+
+    Args:
+        request: which adapter, and what its config is.
+        model: what `model_of(options)` returns; None if the caller has not called it, then it is called here.
 
     Raises:
         Unsupported: the adapter, or the base model, cannot be merged; the message names what stands in the way.
-        Corrupt: the two do not fit. MissingPackage: torch is not installed.
+        UsageError: there is no adapter of the name that was given, or there are several and none was named.
+        Corrupt: the two do not fit.
+        MissingPackage: torch is not installed.
     """
     require_packages("ckpttool adapter merge", "torch")
     opened: list[OpenCheckpoint] = []
@@ -152,8 +162,13 @@ def _merge_states(
 ) -> MergedCheckpoint:
     """Merge an adapter into a base model; both may be the same checkpoint. Nothing is computed yet.
 
+    Args:
+        theirs: the checkpoint with the adapter.
+        config: folder or id of a Hugging Face model; None where none was given.
+
     Raises:
-        Unsupported: it cannot be merged. Corrupt: the two do not fit.
+        Unsupported, UsageError: it cannot be merged.
+        Corrupt: the two do not fit.
     """
     given, old = theirs is not base, base.checkpoint
     plan = _plan_merge(base, theirs, request, config)
@@ -197,10 +212,15 @@ def _merge_states(
 
 
 def _plan_merge(base: OpenCheckpoint, theirs: OpenCheckpoint, request: MergeRequest, config: str | None) -> _MergePlan:
-    """Decide what the adapters that were asked for change.
+    """Decide which weights change, and how, by the adapters that were asked for.
+
+    Args:
+        theirs: the checkpoint with the adapter; `base` itself where it holds both.
+        config: folder or id of a Hugging Face model; None where none was given.
 
     Raises:
-        Unsupported: one cannot be merged, or changes nothing. Corrupt: it does not fit the base model.
+        Unsupported, UsageError: one cannot be merged, or changes nothing.
+        Corrupt: it does not fit the base model.
     """
     given = theirs is not base
     named = _map_base_names(base, given)
@@ -230,6 +250,9 @@ def _plan_merge(base: OpenCheckpoint, theirs: OpenCheckpoint, request: MergeRequ
 
 def _index_merge(base: OpenCheckpoint, plan: _MergePlan, upcast: bool) -> _MergedFiles:
     """Make the index of a merge: each weight that changes is a file of its own, which is computed when it is read.
+
+    Args:
+        upcast: whether fp16 and bf16 tensors of the adapter are taken to fp32 first.
 
     Raises:
         Unsupported: a weight that changes is quantised.
@@ -262,17 +285,20 @@ def _index_merge(base: OpenCheckpoint, plan: _MergePlan, upcast: bool) -> _Merge
 
 
 def _estimate_working_bytes(entry: TensorEntry, change: lora.Change) -> int:
-    """Estimate the most memory that one merged weight takes: itself, the product of the matrices in fp32 and its
-    rounded copy; for DoRA the sum as well, once for the norm and once for the result."""
+    """Estimate the most bytes of memory that one merged weight takes: itself, the product of the matrices in fp32 and
+    its rounded copy; for DoRA the sum as well, once for the norm and once for the result."""
     item = ITEMSIZE[entry.dtype]
     return entry.numel * (2 * item + max(4, item) * (4 if any(u.magnitude for u in change.updates) else 1))
 
 
 def _map_base_names(base: OpenCheckpoint, given: bool) -> dict[str, str]:
-    """Map the names of weights in the base model to those in the checkpoint.
+    """Return {name of a weight in the base model: its name in the checkpoint}.
+
+    Args:
+        given: whether the adapter is in another checkpoint than the base model.
 
     Raises:
-        Unsupported: there is none, or the base model that was given holds an adapter.
+        Unsupported: there are no weights, or the base model that was given holds an adapter.
     """
     model = {t.local_name: n for n, t in base.checkpoint.tensors.items() if t.component == "model"}
     if not given:
@@ -288,7 +314,17 @@ def _map_base_names(base: OpenCheckpoint, given: bool) -> dict[str, str]:
 
 
 def _choose_adapters(theirs: OpenCheckpoint, request: MergeRequest, given: bool) -> dict[str, _Adapter]:
-    """Choose the adapters that were asked for, {name: adapter}, in that order; the only one where none was named."""
+    """Choose the adapters that were asked for, {name: adapter}, in that order; the only one, where none was named.
+
+    Args:
+        theirs: the checkpoint with the adapters.
+        given: whether that is another checkpoint than the base model.
+
+    Raises:
+        UsageError: there is no adapter of a name, there are several and none was named, or an option contradicts
+            adapter_config.json.
+        Unsupported: there is no adapter, no config of it, or it cannot be merged.
+    """
     ckpt = theirs.checkpoint
     own = adapters.adapter_as_model(ckpt)
     if (
@@ -350,12 +386,13 @@ def _choose_adapters(theirs: OpenCheckpoint, request: MergeRequest, given: bool)
 
 
 def _show_path(opened: OpenCheckpoint) -> str:
-    """Show the path of an open checkpoint."""
+    """Return the path of an open checkpoint: its folder, or its first file if it is one file."""
     return opened.source.root if opened.folder else os.path.join(opened.source.root, opened.checkpoint.files[0])
 
 
 def _map_stored_names(ckpt: Checkpoint, found: Mapping[str, TensorEntry]) -> dict[str, str]:
-    """Map the names of tensors that were renamed to those in the checkpoint; renaming keeps the chunks."""
+    """Return {name of a renamed tensor: its name in the checkpoint}; renaming keeps the object with the chunks, by
+    which they are matched."""
     by_chunks = {id(t.chunks): n for n, t in ckpt.tensors.items()}
     return {n: by_chunks[id(t.chunks)] for n, t in found.items()}
 
@@ -363,8 +400,17 @@ def _map_stored_names(ckpt: Checkpoint, found: Mapping[str, TensorEntry]) -> dic
 def _add_tied_weights(
     named: Mapping[str, str], tied: list[list[str]], plan: dict[str, lora.Change]
 ) -> dict[str, lora.Change]:
-    """Add tied weights to a plan. They are one parameter in PEFT's model: what changes one of them in place changes
-    all, in the order of the model."""
+    """Return a plan of changes with those of tied weights. They are one parameter in PEFT's model: what changes one of
+    them in place changes all, in the order of the model.
+
+    Args:
+        named: {name of a weight in the base model: its name in the checkpoint}.
+        tied: names of weights that are one parameter, list by list.
+        plan: {name of a weight: its change}.
+
+    Raises:
+        Unsupported: two tied weights have an adapter each, one with DoRA.
+    """
     out = dict(plan)
     for names in tied:
         here = [plan[n] for n in names if n in plan and not plan[n].is_copy]
@@ -382,7 +428,12 @@ def _add_tied_weights(
 
 def _is_one_copy(rows: list[lora.Change | None], chosen: Mapping[str, _Adapter]) -> bool:
     """Tell whether an adapter replaces all of some tied tensors by one copy, which PEFT ties again
-    (ensure_weight_tying)."""
+    (ensure_weight_tying).
+
+    Args:
+        rows: the change of each of these tensors; None where it is not changed.
+        chosen: {name: adapter}.
+    """
     starts = [c.start for c in rows if c is not None and c.is_copy and c.start is not None]
     if len(starts) < len(rows) or not all(chosen[a].config.get("ensure_weight_tying") for a, _ in starts):
         return False
@@ -395,8 +446,13 @@ def _is_one_copy(rows: list[lora.Change | None], chosen: Mapping[str, _Adapter])
 def _find_tied_groups(
     base: OpenCheckpoint, named: Mapping[str, str], plan: Mapping[str, lora.Change], config: str | None
 ) -> list[list[str]]:
-    """Find names of the base model that are one parameter: those that share bytes of a file, and embeddings with equal
-    bytes, unless config.json says that they are not.
+    """Find names of the base model that are one parameter, list by list: those that share bytes of a file, and
+    embeddings with equal bytes, unless config.json says that they are not tied.
+
+    Args:
+        named: {name of a weight in the base model: its name in the checkpoint}.
+        plan: {name of a weight: its change}.
+        config: folder or id of a Hugging Face model; None where none was given.
 
     Raises:
         Unsupported: embeddings that the adapter changes have equal bytes, and there is no config.json.
@@ -446,7 +502,12 @@ def _find_tied_groups(
 
 
 def _describe_merge(chosen: Mapping[str, _Adapter], plan: Mapping[str, lora.Change]) -> list[str]:
-    """Describe what the merge does, in sentences: the scaling above all."""
+    """Return sentences on what a merge does: the scaling above all.
+
+    Args:
+        chosen: {name: adapter}.
+        plan: {name of a weight: its change}.
+    """
     by_factor: dict[str, int] = {}
     for update in {(u.adapter, u.module): u for c in plan.values() for u in c.updates}.values():
         config = chosen[update.adapter].config
@@ -470,7 +531,12 @@ def _describe_merge(chosen: Mapping[str, _Adapter], plan: Mapping[str, lora.Chan
 def _list_left_behind(
     base: OpenCheckpoint, theirs: OpenCheckpoint, named: Mapping[str, str], read: frozenset[str]
 ) -> list[Dropped]:
-    """List everything besides weights, and the tensors of other adapters."""
+    """List what a merge does not carry: everything besides weights, and the tensors of other adapters.
+
+    Args:
+        named: {name of a weight in the base model: its name in the checkpoint}.
+        read: names of the adapter's tensors that are used.
+    """
     rows: dict[str, Dropped] = {}
     used = {*named.values(), *read}
     for part in (base,) if base.only is not None else (base, theirs):
@@ -491,10 +557,17 @@ def _list_left_behind(
 def _make_computation(
     base: OpenCheckpoint, name: str, change: lora.Change, chosen: Mapping[str, _Adapter], *, upcast: bool
 ) -> Callable[[], memoryview]:
-    """Make the function that computes one merged tensor: its bytes, row-major."""
+    """Return a function that computes one merged weight when it is called: its bytes, row-major.
+
+    Args:
+        name: the weight's name in the base checkpoint.
+        chosen: {name: adapter}.
+        upcast: whether fp16, bf16 and float8 tensors of the adapter are taken to fp32 first.
+    """
 
     def of_adapter(adapter: str, tensor: str) -> torch.Tensor:
-        """Read a tensor of an adapter; in fp32, where it is to be taken to that first."""
+        """Read the tensor that PEFT saves under this name, of the adapter of that name; in fp32, where `upcast` asks
+        for it."""
         import torch
 
         found = chosen[adapter]
@@ -503,7 +576,7 @@ def _make_computation(
         return out.float() if upcast and low else out
 
     def make() -> memoryview:
-        """Compute the merged tensor."""
+        """Compute the merged weight, and return its bytes, row-major."""
         import torch
 
         with torch.no_grad():
@@ -532,7 +605,13 @@ def _make_computation(
 def _apply_lora(
     weight: torch.Tensor, a: torch.Tensor, b: torch.Tensor, magnitude: torch.Tensor | None, update: lora.Update
 ) -> torch.Tensor:
-    """Merge one LoRA into a weight; the operations, their order and their dtypes are PEFT's."""
+    """Return a weight with one LoRA merged; the operations, their order and their dtypes are PEFT's. `weight` may be
+    changed in place.
+
+    Args:
+        a, b: the two matrices of the LoRA.
+        magnitude: of DoRA; None for a plain LoRA.
+    """
     import torch
 
     dtype = (a if update.embedding else b).dtype

@@ -67,7 +67,7 @@ def refuse_equal_ranks(ckpt: Checkpoint, source: Source) -> None:
     """Refuse a checkpoint in which one rank's file is a copy of another's.
 
     Raises:
-        Corrupt: with both files.
+        Corrupt: with both files, and a tensor that shows it.
     """
     if len(set(ckpt.ranks.values())) < 2:
         return
@@ -134,7 +134,11 @@ def refuse_other_files(ckpt: Checkpoint, source: Source) -> None:
 
 
 def _find_copies(ckpt: Checkpoint, named: Mapping[int, Mapping[tuple[int, int], Any]]) -> Iterator[tuple[int, int]]:
-    """Find pairs of files of one rank of which the first has no record that the second has not."""
+    """Yield pairs of files (by number) of one rank of which the first has no record that the second has not.
+
+    Args:
+        named: {file: {(length, CRC32) of a record: pieces of tensors in it}}.
+    """
     owners: dict[tuple[int, tuple[int, int]], set[int]] = {}
     for file, sums in named.items():
         for key in sums:
@@ -146,8 +150,8 @@ def _find_copies(ckpt: Checkpoint, named: Mapping[int, Mapping[tuple[int, int], 
 
 
 def _differ_in_numbers(rows: Sequence[Piece], others: Sequence[Piece]) -> bool:
-    """Tell whether equal numbers have names that differ in more than words: of layers 0 and 5, say. A weight and its
-    master, an average of it, a tied one differ in words."""
+    """Tell whether pieces of tensors, (name, row), that hold equal numbers have names that differ in more than words:
+    of layers 0 and 5, say. A weight and its master, an average of it, a tied one differ in words."""
 
     one, two = ({tuple(re.findall(r"\d+", name)) for name, _ in of} for of in (rows, others))
     return not one & two
@@ -155,7 +159,7 @@ def _differ_in_numbers(rows: Sequence[Piece], others: Sequence[Piece]) -> bool:
 
 @lru_cache(4096)
 def _crc_of_zeros(n: int) -> int:
-    """Compute the CRC32 of n zeros."""
+    """Compute the CRC32 of `n` zero bytes."""
     if n < 2:
         return crc32(bytes(n))
     half = _crc_of_zeros(n // 2)
@@ -164,7 +168,8 @@ def _crc_of_zeros(n: int) -> int:
 
 
 def _make_record_finder(ckpt: Checkpoint) -> Callable[[TensorEntry, int], Sum | None]:
-    """Make a function that finds the record containing a chunk (row) of a tensor; it returns None if there is none."""
+    """Return a function of a tensor and the number of a chunk in it, which finds the record that contains the chunk:
+    (length of the record, its CRC32, offset of the chunk in it), or None if there is none."""
     by_file: dict[int, list[Record]] = {}
     for r in ckpt.records:
         by_file.setdefault(r.extent.file, []).append(r)
@@ -174,7 +179,8 @@ def _make_record_finder(ckpt: Checkpoint) -> Callable[[TensorEntry, int], Sum | 
         starts[file] = [r.extent.offset for r in records]
 
     def find(t: TensorEntry, row: int) -> Sum | None:
-        """Find the record that a chunk lies in."""
+        """Find the record that a chunk lies in, as (length, CRC32, offset of the chunk in it); None if there is
+        none."""
         c = t.chunks
         if (zstd := c.zstd.get(row)) is not None:
             return None if zstd[1] is None else (prod(c.shape_of(row)) * ITEMSIZE[t.dtype], zstd[1], 0)
@@ -190,8 +196,12 @@ def _make_record_finder(ckpt: Checkpoint) -> Callable[[TensorEntry, int], Sum | 
 
 
 def _find_equal_sums(ckpt: Checkpoint, summed: Mapping[int, Mapping[Piece, Sum | None]]) -> Iterator[tuple[int, int]]:
-    """Find pairs of files of different ranks of which the first has no record, but for zeros, that the second has
-    not."""
+    """Yield pairs of files (by number) of different ranks of which the first has no record, but for zeros, that the
+    second has not.
+
+    Args:
+        summed: {file: {piece of a tensor: the record that it lies in}}.
+    """
     sets: dict[frozenset[tuple[int, int]], list[int]] = {}
     for file, found in summed.items():
         if keys := frozenset(s[:2] for s in found.values() if s is not None and s[1] != _crc_of_zeros(s[0])):
@@ -208,7 +218,8 @@ def _find_equal_sums(ckpt: Checkpoint, summed: Mapping[int, Mapping[Piece, Sum |
 
 
 def _find_equal_files(ckpt: Checkpoint, source: Source, files: Iterable[int]) -> Iterator[tuple[int, int]]:
-    """Find pairs of files of different ranks that are equal, byte by byte."""
+    """Yield pairs of files (by number) of different ranks that are equal, byte by byte; all `files` are read in part,
+    and such pairs as a whole."""
     seen: dict[Any, int] = {}
     for file in files:
         name, size = ckpt.files[file], ckpt.sizes[file]
@@ -230,8 +241,15 @@ def _find_proof(
     *,
     in_both: bool,
 ) -> str | None:
-    """Find the largest tensor that shows one file to be a copy. It holds more than one number over and over and, with
-    `in_both`, each file has a part of it. None if there is none, or if all of it is in one file."""
+    """Find the largest tensor that shows one file to be a copy of another: it holds more than one number over and over.
+
+    Args:
+        a, b: {piece of a tensor: the record that it lies in} of the two files.
+        in_both: whether each file must have a part of the tensor.
+
+    Returns:
+        Its name; None if there is none, or if `in_both` is set and their parts of a tensor differ.
+    """
     pieces = list(a)
     if in_both:
         there: dict[str, set[Sum | None]] = {}
@@ -246,7 +264,7 @@ def _find_proof(
 
 
 def _is_varied(ckpt: Checkpoint, source: Source, name: str, row: int) -> bool:
-    """Tell whether a piece of a tensor holds more than one number."""
+    """Tell whether a piece of a tensor, given by the name and the number of the chunk, holds more than one number."""
     t = ckpt.tensors[name]
     c, item = t.chunks[row], ITEMSIZE[t.dtype]
     chunks = Chunks(len(c.shape))
@@ -267,7 +285,8 @@ _STATISTICS = frozenset(("running_mean", "running_var", "num_batches_tracked"))
 
 
 def refuse_other_weights(ckpt: Checkpoint) -> None:
-    """Refuse a checkpoint whose ranks have other weights, or another optimizer, than the rank of which they are kept.
+    """Refuse a checkpoint in which some ranks' copies of weights or of the optimizer differ from those that are kept,
+    of the lowest rank.
 
     Raises:
         Corrupt: with the first tensor, the ranks, and how many there are.
@@ -280,7 +299,8 @@ def refuse_other_weights(ckpt: Checkpoint) -> None:
 
 
 def explain_other_weights(ckpt: Checkpoint, rows: Sequence[OtherCopy]) -> str:
-    """Say what other weights mean."""
+    """Return a sentence on which ranks have other weights than the kept ones, and what that means; `rows` are those
+    copies, at least one."""
     names = list(dict.fromkeys(o.name for o in rows))
     ranks = sorted({o.rank for o in rows if o.name == names[0]})
     return (
@@ -308,6 +328,7 @@ def find_other_weights(ckpt: Checkpoint) -> list[OtherCopy]:
     sharded = any(len(set(t.chunks.file)) > 1 for t in ckpt.tensors.values() if t.component == "model")
 
     def is_own(t: TensorEntry) -> bool:
+        """Tell whether each rank may have numbers of its own in a tensor."""
         fqn = t.local_name
         if t.component != "model" or "float" not in t.dtype or fqn.rpartition(".")[2] in _STATISTICS:
             return t.component != "optim"
@@ -317,8 +338,8 @@ def find_other_weights(ckpt: Checkpoint) -> list[OtherCopy]:
 
 
 def list_left_out(ckpt: Checkpoint) -> list[Dropped]:
-    """List what other ranks have and the index does not, entry by entry, under the names that ckpttool gives to what
-    each rank has for itself."""
+    """List the entries that other ranks have with other numbers and the index has not, as extra.per_rank.RANK.NAME,
+    with their bytes and the reason."""
     weights = set(find_other_weights(ckpt))
     why = (
         "each rank has its own, and the lowest rank's is kept",
@@ -328,7 +349,7 @@ def list_left_out(ckpt: Checkpoint) -> list[Dropped]:
 
 
 def describe_left_out(ckpt: Checkpoint) -> str:
-    """Make the note of a checkpoint with `others`."""
+    """Return the note about entries of which ranks have other numbers; `ckpt.others` has some."""
     names = dict.fromkeys(o.name for o in ckpt.others)
     ranks = len({o.rank for o in ckpt.others})
     return (
@@ -389,12 +410,12 @@ def refuse_mixed_steps(ckpt: Checkpoint, source: Source) -> None:
 
 
 def _format_step(step: float | int | None) -> str:
-    """Write a step in a message."""
+    """Write the step of an optimizer for a message; None is one that could not be decoded."""
     return "a step of an unknown dtype" if step is None else f"step {step:g}"
 
 
 def _map_groups(ckpt: Checkpoint, names: Iterable[str]) -> dict[str, int]:
-    """Map names to the param group of their step."""
+    """Return {name of a step: number of the param group that its parameter is in}; -1 where no group lists it."""
     of: dict[Any, int] = {}
     for v in ckpt.values.values():
         if v.option == "params" and isinstance(v.data, list):
@@ -405,10 +426,18 @@ def _map_groups(ckpt: Checkpoint, names: Iterable[str]) -> dict[str, int]:
 def _find_split_along(
     names: list[str], groups: Mapping[str, int], place: Mapping[str, int], steps: Mapping[str, Any]
 ) -> tuple[str, str, bool] | None:
-    """Find (a step that is not the usual one, one that is, whether both places have two or more) of two places (files
-    or ranks), where no place has two different steps in a param group.
+    """Find two places (files or ranks) between which the steps of an optimizer differ, while no place has two different
+    steps in a param group.
 
-    None where steps differ within a place, or where another group has equal steps in the same two places.
+    Args:
+        names: the steps, by name.
+        groups: {name: param group}; steps are compared within a group.
+        place: {name: file or rank}.
+        steps: {name: step}.
+
+    Returns:
+        (name of a step that is not the usual one, name of one that is, whether both places have two or more). None
+            where steps differ within a place, or where another group has equal steps in the same two places.
     """
     cells: dict[int, dict[int, list[str]]] = {}
     for n in names:

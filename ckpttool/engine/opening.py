@@ -49,7 +49,7 @@ CheckpointPath = str | os.PathLike[str] | layouts.Place
 
 
 def show_path(path: CheckpointPath) -> str:
-    """Show the path or URL of a checkpoint."""
+    """Return the path or URL of a checkpoint, for people."""
     return os.path.join(path.source.root, path.file or "") if isinstance(path, layouts.Place) else os.fspath(path)
 
 
@@ -152,7 +152,7 @@ class OpenCheckpoint:
         """Compare the values with the digests that were recorded of them.
 
         Raises:
-            Corrupt: with the first value that is not there, or is another.
+            Corrupt: with the first value that is missing or has another digest.
         """
         ckpt = self.checkpoint
         found = value_digests(ckpt.values) if ckpt.recorded_values else {}
@@ -189,7 +189,8 @@ class OpenCheckpoint:
             return self.checkpoint
 
     def _refuse_mixtures(self) -> None:
-        """Refuse files of ranks that do not belong together, as far as that was not allowed.
+        """Refuse files of ranks that do not belong together, unless `allow_equal_ranks` and `allow_mixed_steps` let
+        them pass.
 
         Raises:
             Corrupt: with the files, and what shows it.
@@ -228,7 +229,12 @@ class OpenCheckpoint:
         return small(self.locate(), self.source, [name])[name]
 
     def _index_with_names(self) -> Checkpoint:
-        """Get the index with the names of the tensors. Layouts that do not frame items find names in `locate`."""
+        """Get the index with the names of the tensors. Layouts that do not frame items find names only in `locate`,
+        which is called for them.
+
+        Raises:
+            Corrupt: `locate` finds damage.
+        """
         framed = any(t.coding != "raw" for t in self.checkpoint.tensors.values())
         if self.layout.locate is not None and not framed:
             self.locate()
@@ -321,14 +327,14 @@ def open_checkpoint(
     """Read the index of a checkpoint and prove it sound, as `open` does.
 
     Args:
-        model: what `model_of(options)` gives, where it is known.
+        model: what `model_of(options)` returns; None if the caller has not called it, then it is called here.
         check_hints: whether to refuse hints that the reader does not use; a caller who may use them does so itself
             (`refuse_unused`).
-        needed: tells of a component whether an entry of it that cannot be read is an error; others are left out, with a
-            note.
+        needed: called with the name of a component, tells whether an entry of it that cannot be read is an error;
+            others are left out, with a note.
 
     Raises:
-        CkpttoolError: as `open`; its files are closed then.
+        CkpttoolError: what `open` raises; the files are closed then.
     """
     only = None if options.only is None else tuple(options.only)
     model = model or model_of(options)
@@ -409,7 +415,8 @@ def open_checkpoint(
 
 
 def _note_unread_files(ckpt: Checkpoint, where: layouts.Place, layout: layouts.Layout) -> Checkpoint:
-    """List the files beside a checkpoint that its layout does not read, with a note."""
+    """Return the index with a list of the files beside it that belong to the checkpoint and that its layout does not
+    read, and with a note on them."""
     saves = layout.saves
     if layout.of_trainer and saves is not None and not saves.pointers & set(where.source.list()):
         saves = None  # a trainer's directory without DeepSpeed inside
@@ -422,7 +429,7 @@ def _note_unread_files(ckpt: Checkpoint, where: layouts.Place, layout: layouts.L
 
 
 def _note_missing_random_states(ckpt: Checkpoint) -> list[str]:
-    """Make the note on ranks that have no random states, where others have some."""
+    """Return a note on ranks that have no random states where others have some; [] where there are none."""
     if not (ranks := ranks_without_rng_state(ckpt)):
         return []
     first = list_first(ranks, 8)
@@ -433,7 +440,11 @@ def _note_missing_random_states(ckpt: Checkpoint) -> list[str]:
 
 
 def _leave_unreadable(ckpt: Checkpoint, needed: Callable[[str], bool]) -> tuple[Checkpoint, list[Dropped]]:
-    """Leave out the entries that the reader could not read, with a note on the first; also return those.
+    """Leave out the values that the reader could not read, with a note on the first; returns (the rest, what was left
+    out).
+
+    Args:
+        needed: called with the name of a component, tells whether a value of it that cannot be read is an error.
 
     Raises:
         Unsupported: with the first whose component is needed.
@@ -458,7 +469,7 @@ def _leave_unreadable(ckpt: Checkpoint, needed: Callable[[str], bool]) -> tuple[
 
 
 def _find_unreadable(data: Any) -> str | None:
-    """Find why a part of a value could not be read; None where all of it was."""
+    """Return why a part of a value (nested dicts and lists) could not be read; None where all of it was."""
     todo = [data]
     while todo:
         x = todo.pop()
@@ -469,7 +480,12 @@ def _find_unreadable(data: Any) -> str | None:
 
 
 def refuse_unused(options: OpenOptions, here: str, used: Iterable[str]) -> list[str]:
-    """Refuse a hint that nothing would look at. Those that are true of the model, whatever the layout, become notes.
+    """Refuse a hint that nothing would look at. Those that are true of the model, whatever the layout, become notes,
+    which are returned.
+
+    Args:
+        here: what the hint does not apply to, for messages: a layout, or "SOURCE -> TARGET".
+        used: names of the hints that are looked at.
 
     Raises:
         UsageError: with the layouts that use it.
@@ -491,7 +507,11 @@ def refuse_unused(options: OpenOptions, here: str, used: Iterable[str]) -> list[
 
 
 def drop_unused_hints(path: CheckpointPath, options: OpenOptions) -> OpenOptions:
-    """Leave out the hints that the layout of this checkpoint does not use."""
+    """Return the options without the hints that the layout of the checkpoint at `path` does not use.
+
+    Raises:
+        CkpttoolError: there is no checkpoint whose layout can be told.
+    """
     if options.source_layout:
         found = layouts.find(options.source_layout)
     else:
@@ -503,7 +523,8 @@ def drop_unused_hints(path: CheckpointPath, options: OpenOptions) -> OpenOptions
 
 
 def drop_other_layout(path: CheckpointPath, options: OpenOptions) -> OpenOptions:
-    """Leave out the layout where a path is none of it: of two checkpoints it may be that of one."""
+    """Return the options without their `source_layout`, unless the checkpoint at `path` has that layout: of two
+    checkpoints that are compared, it may be that of one only."""
     if options.source_layout is None:
         return options
     where = path if isinstance(path, layouts.Place) else layouts.place(path)
@@ -516,8 +537,11 @@ def _undo_values_of_layout(ckpt: Checkpoint, record: Recorded | None) -> tuple[C
     """Remove the values that ckpttool had to add for the layout, put together those that the layout holds in pieces,
     and take apart lists that lost elements, as ckpttool.json says, where the files still have what was written.
 
+    Args:
+        record: what ckpttool.json says; None where there is none.
+
     Returns:
-        The index, and the names of the values that were removed.
+        (the index, the names of the values that were removed).
     """
     values, added = dict(ckpt.values), set[str]()
     if record is not None:
@@ -536,20 +560,28 @@ def _undo_values_of_layout(ckpt: Checkpoint, record: Recorded | None) -> tuple[C
 
 
 def _name_left_elements(values: dict[str, Value], known: Mapping[str, str]) -> dict[str, Value]:
-    """Name the elements of lists as the record of all values does, and leave out None in the place of an element that
-    was dropped."""
+    """Take apart lists of which elements were dropped, so that the rest has the names that were recorded, and leave out
+    None in the place of an element that was dropped.
+
+    Args:
+        known: names in the record of all values; what they map to is not looked at.
+    """
     if lost := known.keys() - values.keys():
         values = split_lists(values, lost)
     return {n: v for n, v in values.items() if v.data is not None or type(v.path[-1]) is not int or n in known}
 
 
 def _split_as_dcp(value: Value) -> dict[str, Value]:
-    """Split a value into the entries that DCP makes of it."""
+    """Split a value into the entries that torch's DCP makes of it, {name: value}."""
     return {joined(p): Value(p, x) for p, x in flatten_like_dcp(value.data, value.path).items()}
 
 
 def _keep_components(ckpt: Checkpoint, only: Iterable[str]) -> Checkpoint:
-    """Keep some components of a checkpoint; a note says where fp32 masters are left out."""
+    """Keep the components named in `only`; a note says if fp32 masters (unrounded copies of weights) are left out.
+
+    Raises:
+        UsageError: the checkpoint does not have one of them.
+    """
     wanted = list(only)
     have = {ckpt.component(n) for n in [*ckpt.tensors, *ckpt.values]}
     missing = [w for w in wanted if w not in have]
@@ -567,7 +599,11 @@ def _keep_components(ckpt: Checkpoint, only: Iterable[str]) -> Checkpoint:
 
 
 def model_of(options: OpenOptions) -> layouts.ModelHints:
-    """Collect what these options say about the model; opens the checkpoint that `like` names."""
+    """Collect what these options say about the model; opens the checkpoint that `like` names.
+
+    Raises:
+        CkpttoolError: that cannot be opened.
+    """
     known = None
     if options.like is not None:
         with open(options.like) as other:
@@ -577,7 +613,8 @@ def model_of(options: OpenOptions) -> layouts.ModelHints:
 
 
 def _describe_reference(ckpt: Checkpoint) -> layouts.ReferenceModel:
-    """Describe the model of a checkpoint, for one that lacks what it says of its parameters."""
+    """Describe the model of a checkpoint (shapes, dtypes, ties, order and param groups), for another one whose files do
+    not tell that."""
     model = {joined(t.path[1:]): t for t in ckpt.tensors.values() if t.path[0] == "model"}
     return layouts.ReferenceModel(
         {n: (t.shape, t.dtype) for n, t in model.items()},
@@ -588,6 +625,7 @@ def _describe_reference(ckpt: Checkpoint) -> layouts.ReferenceModel:
 
 
 def list_optimizer_order(ckpt: Checkpoint) -> tuple[str, ...] | None:
-    """List the FQNs in the order of the optimizer, as its param groups have them; None where there is no such list."""
+    """List the FQNs of parameters in the order in which the param groups list them; None where the groups list no
+    names."""
     groups = names_by_group(ckpt)
     return tuple(n for g in groups for n in g) or None if groups is not None else None

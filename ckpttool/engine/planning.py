@@ -100,7 +100,8 @@ def plan(src: CheckpointPath, dst: str | os.PathLike[str], **keywords: Unpack[Pl
 
 
 def read_map(writing: WriteRequest) -> WriteRequest:
-    """Put the text of a name map in the place of its file, since workers have no such file, and `plan_id` compares it.
+    """Return the request with the text of a name map in the place of its file, since workers have no such file, and
+    `plan_id` compares it.
 
     Raises:
         UsageError: there is no such map.
@@ -125,7 +126,9 @@ def plan_conversion(
     that will be there. The account compares the index before and after each of them.
 
     Raises:
-        CkpttoolError: as `plan`; the source is closed then.
+        Unsupported: the layout cannot hold a part of the state, or state lies in files that were not read, and `drop`
+            is not set.
+        CkpttoolError: the source cannot be read, or arguments make no sense. With any error, the source is closed.
     """
     writing = read_map(writing)
     target = layouts.target_of(writing.to, dst)
@@ -170,7 +173,12 @@ def plan_conversion(
 
 
 def _note_unused(opened: OpenCheckpoint, reading: OpenOptions, writing: WriteRequest, target: layouts.Layout) -> None:
-    """Refuse hints that neither the reader nor the writer uses, or note them, where they are true of any model."""
+    """Refuse hints that neither the reader nor the writer uses; those that are true of the model whatever the layout
+    become notes of the checkpoint.
+
+    Raises:
+        UsageError: with the layouts that use such a hint.
+    """
     used = {
         *opened.layout.reader_uses,
         *target.writer_uses,
@@ -196,10 +204,13 @@ def _prepare_for_layout(
     model: layouts.ModelHints,
     account: Account,
 ) -> _Prepared:
-    """Regroup the optimizer, if that was asked for, and keep what the layout can hold.
+    """Regroup the optimizer, if that was asked for, and keep what the layout can hold; the account is told what
+    changes.
 
     Raises:
-        Unsupported: the state has objects, an optimizer without names, or codes, and the layout or a cast needs others.
+        Unsupported: the state has tensor subclasses, an optimizer without names, or codes, and the layout or a cast
+            needs others.
+        UsageError: regrouping was asked for without a checkpoint that has param groups.
     """
     ckpt, unplaced = opened.checkpoint, list[Dropped]()
     # what no cast may touch: parts of tensor subclasses, codes and their scales
@@ -242,10 +253,11 @@ def _prepare_for_layout(
 def _ask_for_draft(
     ckpt: Checkpoint, source: Source, target: layouts.Layout, options: layouts.WriteOptions, account: Account
 ) -> Draft:
-    """Ask the layout for the draft of a state.
+    """Ask the layout for the draft of a state, and have the account compare the two.
 
     Raises:
-        Differs: it does not account for every entry of the state. The others: as the layout's writer.
+        Differs: the draft does not account for every entry of the state.
+        CkpttoolError: what the layout's writer raises.
     """
     assert target.write is not None
     # the writer gets dicts of its own: what it removes from them, or alters in a value, is still known here
@@ -262,7 +274,11 @@ def _ask_for_draft(
 
 
 def _refuse_patterns(cast: Iterable[str], names: list[str]) -> None:
-    """Refuse globs of `cast` that match nothing."""
+    """Refuse patterns of `cast` that match none of `names`.
+
+    Raises:
+        UsageError: with the first such pattern.
+    """
     for pattern in cast:
         if not fnmatch.filter(names, pattern):
             raise UsageError(
@@ -274,7 +290,8 @@ def _refuse_request(target: layouts.Layout, writing: WriteRequest) -> None:
     """Refuse arguments that do not go with a layout, before anything is opened.
 
     Raises:
-        Unsupported: the layout is only read. UsageError: an argument is for other layouts.
+        Unsupported: ckpttool does not write the layout.
+        UsageError: an argument is for other layouts.
     """
     if target.write is None:
         raise Unsupported(
@@ -291,7 +308,13 @@ def _refuse_request(target: layouts.Layout, writing: WriteRequest) -> None:
 
 
 def _fill_lost(opened: OpenCheckpoint, reading: OpenOptions, account: Account) -> OpenCheckpoint:
-    """Fill in what a salvaged source has lost, from the checkpoint that `fill_from` names."""
+    """Fill in what a salvaged source has lost, from the checkpoint that `reading.fill_from` names, which is set; the
+    account is told.
+
+    Raises:
+        Unsupported: that checkpoint is of another model, or was salvaged itself.
+        CkpttoolError: it cannot be opened.
+    """
     assert reading.fill_from is not None
     path = os.fspath(reading.fill_from)
     filled = fill_from_other(opened, path, None if reading.only is None else tuple(reading.only))
@@ -302,10 +325,16 @@ def _fill_lost(opened: OpenCheckpoint, reading: OpenOptions, account: Account) -
 def _change_state(
     opened: OpenCheckpoint, writing: WriteRequest, config: str | None, account: Account, *, to_hub: bool
 ) -> OpenCheckpoint:
-    """Rewrite a state as it was asked for, whatever the layout.
+    """Rewrite a state as it was asked for, whatever the layout: dequantised, with canonical keys, under other names,
+    with another vocabulary size; the account is told.
+
+    Args:
+        config: folder or id of a Hugging Face model; None where none was given.
+        to_hub: whether the target is a folder for the Hub.
 
     Raises:
-        Corrupt: it is not what was recorded. Unsupported: codes cannot have another number of rows.
+        Corrupt: it is not what was recorded.
+        Unsupported, UsageError: a change cannot be made, such as another number of rows for codes.
     """
     ckpt, source = opened.checkpoint, opened.source
     # what it must be, before anything is changed
@@ -347,7 +376,8 @@ def _change_state(
 
 
 def _leave_out_calls(ckpt: Checkpoint) -> tuple[Checkpoint, list[Dropped]]:
-    """Leave out values with calls that a layout of pickles would make when it is loaded; also return those."""
+    """Leave out values that hold calls, which a pickle of them would make when it is loaded; returns (the rest of the
+    state, what was left out)."""
     found = {n: why for n, v in ckpt.values.items() if (why := unwritable_reason(v.data)) is not None}
     if not found:
         return ckpt, []
@@ -356,10 +386,13 @@ def _leave_out_calls(ckpt: Checkpoint) -> tuple[Checkpoint, list[Dropped]]:
 
 
 def _check_optimizer(ckpt: Checkpoint, target: layouts.Layout, drop: bool) -> None:
-    """Note what is odd about the state of an optimizer.
+    """Add notes about odd optimizer state to a checkpoint.
+
+    Args:
+        drop: whether state without names may be left as data.
 
     Raises:
-        Unsupported: it has no names, and what resumes from the layout finds it by them, or it is a tensor.
+        Unsupported: the state has no names, and what resumes from the layout finds it by them, or it is a tensor.
     """
     if target.needs_named_optimizer:
         _refuse_odd_optimizer(ckpt)
@@ -411,6 +444,9 @@ def _refuse_odd_optimizer(ckpt: Checkpoint) -> None:
 def _refuse_loss(opened: OpenCheckpoint, draft: Draft, target: layouts.Layout, holds: frozenset[str]) -> None:
     """Refuse to lose state of components that the layout can hold.
 
+    Args:
+        holds: the components that it holds; empty if it holds all.
+
     Raises:
         Unsupported: with the first entry that would be lost.
     """
@@ -433,6 +469,13 @@ def _open_source(
 
     Where it is damaged and another checkpoint shall fill it, and not even its optimizer can be read, open the weights
     alone.
+
+    Args:
+        model: what `model_of(reading)` gives.
+        needed: called with the name of a component, tells whether an entry of it that cannot be read is an error.
+
+    Raises:
+        CkpttoolError: it cannot be opened or merged.
     """
     if reading.merge is not None:
         return open_merged(src, replace(reading, merge=None), reading.merge, model)
@@ -447,11 +490,15 @@ def _open_source(
 
 
 def _regroup_optimizer(ckpt: Checkpoint, like: layouts.ReferenceModel | None) -> tuple[Checkpoint, list[Dropped]]:
-    """Put the optimizer into the param groups of another checkpoint; also return the state of parameters that are in
-    none of them, which is left out.
+    """Put the optimizer into the param groups of another checkpoint; returns (the state, what was left out because none
+    of the groups has its parameter).
+
+    Args:
+        like: the model of the other checkpoint; None where none was given.
 
     Raises:
-        UsageError: no checkpoint with such groups was named. Unsupported: the source's groups do not list names.
+        UsageError: no checkpoint with such groups was named.
+        Unsupported: the source's groups do not list names.
     """
     if like is None or like.groups is None:
         has = "no checkpoint was given" if like is None else "its param groups do not list names of parameters"
@@ -471,7 +518,8 @@ def _regroup_optimizer(ckpt: Checkpoint, like: layouts.ReferenceModel | None) ->
 
 
 def _explain_training_state(behind: list[Dropped]) -> str:
-    """Explain why a merge stops at state of the adapter's training."""
+    """Return the message of a merge that stops because state of the adapter's training, `behind`, would be left
+    behind."""
     parts = ", ".join(dict.fromkeys(d.name.partition(".")[0] for d in behind))
     return (
         f"a merge writes weights only, and the source holds {len(behind)} entries of {parts} besides, first "
@@ -481,7 +529,11 @@ def _explain_training_state(behind: list[Dropped]) -> str:
 
 
 def _refuse_world_size(target: layouts.Layout, world_size: int) -> None:
-    """Refuse a world size for a layout that is the same at every one."""
+    """Refuse a world size for a layout whose files do not depend on it.
+
+    Raises:
+        UsageError: with the layouts that it applies to.
+    """
     if "world_size" not in target.writer_uses:
         why = "which is one file" if target.is_file else "whose files are the same for any number of ranks"
         per_rank = [x.name for x in layouts.layouts().values() if x.write is not None and "world_size" in x.writer_uses]
@@ -492,7 +544,8 @@ def _refuse_world_size(target: layouts.Layout, world_size: int) -> None:
 
 
 def _refuse_dtype(dtype: str | None, found: Encodings) -> None:
-    """Refuse a dtype for all weights where some are codes: nobody asks for bf16 to get fp8.
+    """Refuse a dtype for all weights where some are codes: nobody asks for bf16 to get fp8. None and "keep" ask for
+    none.
 
     Raises:
         Unsupported: with the first codes and their scale, or with what is not whole.
@@ -512,8 +565,8 @@ def _refuse_dtype(dtype: str | None, found: Encodings) -> None:
 
 
 def _refuse_casts(draft: Draft, target: layouts.Layout, codes: Encodings) -> None:
-    """Refuse a layout's own choice of dtype (masters of ZeRO are float32) where numpy cannot convert the source's, or
-    where that is codes or their scales.
+    """Refuse a layout's own choice of dtype (fp32 masters of ZeRO, say) for tensors that numpy cannot convert, and for
+    codes and their scales.
 
     Raises:
         Unsupported: with the first such tensor.
@@ -533,7 +586,8 @@ def _refuse_casts(draft: Draft, target: layouts.Layout, codes: Encodings) -> Non
 
 
 def _refuse_file_names(draft: Draft) -> None:
-    """Refuse names of files that no file system and no store would take, as where a layout has a file for each value.
+    """Refuse names of files that no file system and no store would take; they can come up where a layout has a file for
+    each value.
 
     Raises:
         Unsupported: a name is longer than 255 bytes.
@@ -549,7 +603,7 @@ def _refuse_file_names(draft: Draft) -> None:
 
 
 def _refuse_dtypes(target: layouts.Layout, ckpt: Checkpoint) -> None:
-    """Refuse dtypes that torch does not have for a layout that torch reads: those that write no pickles keep them.
+    """Refuse dtypes that torch does not have, if the layout is one that torch reads. Layouts without pickles keep them.
 
     Raises:
         Unsupported: with the first such tensor.
@@ -563,7 +617,10 @@ def _refuse_dtypes(target: layouts.Layout, ckpt: Checkpoint) -> None:
 
 
 def _refuse_subclasses(target: layouts.Layout, objects: Mapping[str, Composite]) -> None:
-    """Refuse objects of tensor subclasses for a layout that has no place for them.
+    """Refuse tensors of subclasses (quantised ones of torchao) for a layout that has no place for them.
+
+    Args:
+        objects: {name: the object and the tensors in it}.
 
     Raises:
         Unsupported: with the first, and its class.
@@ -585,7 +642,7 @@ def _refuse_subclasses(target: layouts.Layout, objects: Mapping[str, Composite])
 
 
 def _explain_unread(opened: OpenCheckpoint, target: layouts.Layout, rows: list[Unread]) -> str:
-    """Explain why a conversion stops at files that were not read."""
+    """Return the message of a conversion that stops because of `rows`, files of the checkpoint that were not read."""
     where = opened.source.root if opened.folder else os.path.join(opened.source.root, opened.checkpoint.files[0])
     return (
         f"{where} is read as {opened.layout.name}, which does not include these files of the same checkpoint: "
@@ -601,21 +658,23 @@ def choose_dtype(
     inside: Mapping[str, str] = MappingProxyType({}),
     codes: Encodings = Encodings(),  # noqa: B008
 ) -> layouts.Cast:
-    """Make the function that chooses the dtype of a tensor by its name and its stored dtype: `dtype` for weights in
-    floating point, `cast` for names.
+    """Return a function of the name and the stored dtype of a tensor, which chooses its dtype in the destination.
 
     Args:
+        dtype: for weights in floating point; None and "keep" leave them as they are.
+        cast: {pattern of names: dtype}; of several that match, the last one counts.
         inside: {tensor: the object of a subclass that is made of it}; those stay as they are.
         codes: weights that are codes; they and their scales stay as they are.
 
-    Raises (when it is called):
-        Unsupported: one of those is named by `cast`.
+    Raises:
+        UsageError: a dtype is no floating-point one.
+        Unsupported: only by the function that is returned: `cast` names a tensor that has to stay as it is.
     """
     whole = None if dtype in (None, "keep") else floating_dtype(str(dtype))
     rules = [(pattern, floating_dtype(to)) for pattern, to in cast.items()]
 
     def choose(name: str, stored: str) -> str:
-        """Choose the dtype of a tensor."""
+        """Return the dtype of a tensor in the destination; `stored` is that in the source."""
         if name in inside:
             if any(fnmatch.fnmatchcase(name, pattern) for pattern, _ in rules):
                 raise Unsupported(
@@ -643,13 +702,14 @@ def choose_dtype(
 
 
 def plan_id(source: Source, draft: Draft, target: layouts.Layout, *asked: object) -> str:
-    """Compute the digest of everything that decides the bytes of the destination: source, draft, and the dataclasses
-    `asked`.
+    """Compute a digest, in hex, of everything that decides the bytes of the destination: source, draft, and the
+    dataclasses `asked`, which say what was asked for.
 
     Machines that see the same files agree on it. The draft says where every byte comes from, so it also tells what
     files besides the source decided, such as a config.json that names the sizes of heads.
 
-    If the source has no version ids, a random salt is mixed in, so that the id never matches an earlier run."""
+    If the source has no version ids, a random salt is mixed in, so that the id never matches an earlier run.
+    """
     h = blake3(b"" if source.has_versions() else os.urandom(32))
     identities = sorted((name, *identity[1:]) for name, identity in source.identities().items())  # without the device
     h.update(
@@ -668,7 +728,7 @@ def plan_id(source: Source, draft: Draft, target: layouts.Layout, *asked: object
 
 
 def _encode_place(t: TensorEntry) -> bytes:
-    """Encode dtype, shape and chunks of a tensor."""
+    """Encode dtype, shape and chunks of a tensor as bytes to be hashed."""
     c = t.chunks
     said = f"{t.dtype} {t.shape} {len(c)} {c.strides or ''} {c.zstd or ''}\n"
     return b"".join((said.encode(), c.file, c.offset, c.length, c.start, c.shape))

@@ -73,7 +73,11 @@ class Recorded:
     def expected(
         self, ckpt: Checkpoint, only: Iterable[str] | None = None
     ) -> dict[str, tuple[str, tuple[int, ...], str]]:
-        """Choose those of `tensors` that must be in a checkpoint of which some components (None: all) were opened."""
+        """Return those of `tensors` that must be in a checkpoint.
+
+        Args:
+            only: the components of it that were opened; None for all.
+        """
         kept = None if only is None else set(only)
         return {
             n: t
@@ -82,18 +86,22 @@ class Recorded:
         }
 
     def values_of(self, only: Iterable[str] | None) -> dict[str, str]:
-        """Choose those of `values` that are of some components (None: all)."""
+        """Return those of `values` that belong to the components `only`; None for all."""
         kept = None if only is None else set(only)
         return {n: d for n, d in (self.values or {}).items() if kept is None or n.partition(".")[0] in kept}
 
     def about(self, ckpt: Checkpoint) -> bool:
-        """Tell whether it is about the files that the checkpoint lies in, as far as it says: a DeepSpeed folder may
-        hold the save that ckpttool wrote, and later ones."""
+        """Tell whether this record is about files that the checkpoint lies in; True where it does not say. A DeepSpeed
+        folder may hold the save that ckpttool wrote, and later ones."""
         return self.files is None or not ckpt.files or not self.files.isdisjoint(ckpt.files)
 
 
 def read_record(source: Source) -> Recorded | None:
-    """Read the record in a folder; None where there is none. One that cannot be used says so in `problem`."""
+    """Read ckpttool.json in a folder; None where there is none. One that cannot be used says so in `problem`.
+
+    Raises:
+        SourceChanged, Unreadable: the file changes while it is read, or the disk fails.
+    """
     if not source.exists(RECORD):
         return None
     try:
@@ -121,14 +129,18 @@ def read_record(source: Source) -> Recorded | None:
 
 
 def _parse_tensor(dtype: Any, shape: Any, digest: Any) -> tuple[str, tuple[int, ...], str]:
-    """Check the entry of a tensor."""
+    """Return the entry of a tensor in a record, (dtype, shape, digest), with its types checked.
+
+    Raises:
+        ValueError, TypeError: it is something else.
+    """
     if type(dtype) is not str or type(digest) is not str or not all(type(n) is int for n in shape):
         raise ValueError("an entry of a tensor is not [dtype, shape, digest]")
     return dtype, tuple(shape), digest
 
 
 def explain_missing(ckpt: Checkpoint, names: list[str], total: int) -> Corrupt:
-    """Make the error for names that a record has and the checkpoint has not."""
+    """Return the error for `names` that a record lists, among `total` tensors, and the checkpoint lacks."""
     parts = sorted({n.partition(".")[0] for n in names})
     left = sorted({n.partition(".")[0] for n in ckpt.tensors} - set(parts))
     hint = f"{argument('only', left)}, " if left else ""
@@ -140,7 +152,8 @@ def explain_missing(ckpt: Checkpoint, names: list[str], total: int) -> Corrupt:
 
 
 def explain_other_digests(ckpt: Checkpoint, names: list[str], total: int) -> Corrupt:
-    """Make the error for tensors that are not what was recorded; `names` are those of the checkpoint."""
+    """Return the error for tensors whose digests are not the recorded ones; `names` are those of the checkpoint, of
+    `total` that were compared."""
     chunks = ckpt.tensors[names[0]].chunks
     where = f" in {ckpt.files[chunks.file[0]]}" if len(chunks) else ""
     return Corrupt(
@@ -151,8 +164,13 @@ def explain_other_digests(ckpt: Checkpoint, names: list[str], total: int) -> Cor
 
 
 def make_record(planned: Plan, wanted: Mapping[str, TensorEntry], digests: Mapping[str, str]) -> dict[str, Any]:
-    """Make what ckpttool.json says of a destination: where it came from (on the Hub: from which commit), the digest of
-    every tensor and value, and what of the source was changed or dropped."""
+    """Return what ckpttool.json says of a destination, as plain data: where it came from (on the Hub: from which
+    commit), the digest of every tensor and value, and what of the source was changed or dropped.
+
+    Args:
+        wanted: the source's tensors that the destination holds, with the dtypes they have there.
+        digests: {tensor: BLAKE3 in hex}, by canonical name.
+    """
     ckpt, draft, account = planned.opened.checkpoint, planned.draft, planned.account
     commit, held = planned.opened.source.commit, list_written_values(draft, wanted)
     rebuilt = ckpt.salvage.rebuilt if ckpt.salvage else {}

@@ -62,7 +62,12 @@ class Problem:
 
 def find_problems(where: Place) -> list[Problem]:
     """Find the damaged files of tensors at a place; reads their first and last bytes, and the headers and pickles of
-    those that were cut off."""
+    those that were cut off.
+
+    Raises:
+        NotPermitted: a file may not be read.
+        Unsupported: the folder holds too many files.
+    """
     source, file = where
     out = []
     for name in [file] if file is not None else _walk_files(source):
@@ -82,7 +87,8 @@ def find_problems(where: Place) -> list[Problem]:
 
 
 def _find_missing_shards(source: Source) -> list[Problem]:
-    """Find shards that the index or the numbers of the others name, and that are not there."""
+    """Find shards that the index or the numbers of the others name, and that are not there; an index that cannot be
+    read is a problem of its own."""
     names = source.list()
     try:
         wanted = {*_read_weight_map(source).values()} if _INDEX in names else set()
@@ -98,7 +104,8 @@ def _find_missing_shards(source: Source) -> list[Problem]:
 
 
 def _find_lost_save(source: Source) -> list[Problem]:
-    """Find out whether `latest` of a DeepSpeed folder names a save that is not there, or of which no model file is."""
+    """Find out whether `latest` of a DeepSpeed folder names a save that is not there, or that has no file of the model;
+    returns that problem, or []."""
     names = source.list()
     if "latest" not in names or source.size("latest") > 4096:
         return []
@@ -114,9 +121,13 @@ def _find_lost_save(source: Source) -> list[Problem]:
 
 
 def _find_missing_metadata(source: Source) -> list[Problem]:
-    """Find out whether the last file of a DCP folder was never written. Its items have no names of their own: the
-    `.metadata` of another step of the run names them, if it has the same files of the same sizes; `locate` then proves
-    that every item has that dtype and shape."""
+    """Find out whether the `.metadata` of a DCP folder, the last file of a save, was never written; returns that
+    problem, or [].
+
+    The items of such a folder have no names of their own. The `.metadata` of another step of the run names them, if it
+    has the same files of the same sizes, and is used as a patch; `locate` then proves that every item has that dtype
+    and shape.
+    """
     names = source.list()
     files = {n: source.glance(n)[1] for n in names if _RANK_FILE.fullmatch(n)}
     if not files or any(n.endswith(".metadata") for n in names):
@@ -146,13 +157,13 @@ def _find_missing_metadata(source: Source) -> list[Problem]:
 
 
 def _patch_whole(data: bytes) -> Patch:
-    """Make the patch that is a whole file."""
+    """Return the patch that puts `data` in the place of a whole file."""
     return Patch(0, len(data), ((0, data),))
 
 
 def _list_other_steps(source: Source) -> list[str]:
-    """List folders that are named like this one except for the number, and have a .metadata; the nearest step first. A
-    folder of a step may have the checkpoint in a folder inside."""
+    """List the paths of folders that are named like this one except for the number, and have a .metadata; the nearest
+    step first, at most 20. A folder of a step may have the checkpoint in a folder inside."""
     out: list[tuple[int, str]] = []
     root = source.root
     for step, inside in ((root, ""), (os.path.dirname(root), os.path.basename(root))):
@@ -169,7 +180,12 @@ def _list_other_steps(source: Source) -> list[str]:
 
 
 def _walk_files(source: Source) -> Iterator[str]:
-    """Yield all files of a folder and of the folders below, three deep; links are not followed out of it (`Source`)."""
+    """Yield the paths of all files of a folder and of the folders below, three deep; links are not followed out of it
+    (`Source`).
+
+    Raises:
+        Unsupported: there are more than `_MOST_FILES` entries.
+    """
     todo, seen = [("", 0)], 0
     while todo:
         folder, depth = todo.pop()
@@ -188,7 +204,11 @@ def _walk_files(source: Source) -> Iterator[str]:
 
 
 def _examine_file(source: Source, name: str) -> Problem | None:
-    """Find what is wrong with a file; None where nothing is, or where it is of no kind that holds tensors."""
+    """Return what is wrong with a file; None where nothing is, or where it is of no kind that holds tensors.
+
+    Raises:
+        CkpttoolError: it cannot be read, or its header or pickle makes no sense.
+    """
     torch, safetensors = name.endswith(_TORCH), name.endswith(".safetensors")
     distcp = name.endswith(".distcp")
     size = source.glance(name)[1]
@@ -247,7 +267,8 @@ def _examine_file(source: Source, name: str) -> Problem | None:
 
 
 def _is_indexed(source: Source, name: str) -> bool:
-    """Tell whether the `.metadata` beside a DCP file names it; where there is none, it may."""
+    """Tell whether the `.metadata` beside a DCP file names that file; True, too, where there is none or it is too large
+    to look."""
     index = os.path.join(os.path.dirname(name), ".metadata")
     if not source.exists(index) or source.size(index) > _MOST_METADATA:
         return True
@@ -255,8 +276,11 @@ def _is_indexed(source: Source, name: str) -> bool:
 
 
 def patch_place(where: Place) -> tuple[Place, list[Problem]]:
-    """Patch a place, so that its damaged files appear as they should be; also return the problems. Nothing on the disk
-    is changed."""
+    """Return (the place with its damaged files as they should be, the problems). Nothing on the disk is changed.
+
+    Raises:
+        NotPermitted, Unsupported: the files cannot be looked at.
+    """
     source, file = where
     found = find_problems(where)
     patches = {p.file: p.patch for p in found if p.patch is not None}
@@ -270,14 +294,20 @@ def patch_place(where: Place) -> tuple[Place, list[Problem]]:
         )
 
     def rank_file(name: str) -> Patch | None:
-        """Make the patch of a file of a rank that is not there."""
+        """Return the patch for a file that is not there, if it is a rank's; else None."""
         return Patch(0, ENDLESS) if _RANK_FILE.fullmatch(name) else None
 
     return Place(PatchedSource(source, patches, rank_file), file), found
 
 
 def _make_index_without(source: Source, bad: list[Problem], patches: dict[str, Patch]) -> dict[str, Patch]:
-    """Make the index of an hf folder without the shards of which nothing can be read; {} where it needs none."""
+    """Make an index of an hf folder that leaves out the shards of which nothing can be read, as {name of the index: its
+    patch}; {} where none is needed.
+
+    Args:
+        bad: shards that have no patch.
+        patches: {file: how it should be} of those that have one.
+    """
     names = source.list()
     shards = [n for n in names if n.endswith(".safetensors")]
     if any(n.startswith("shard-") for n in shards):  # parts of tensors, which say themselves where they belong
@@ -301,14 +331,21 @@ def _make_index_without(source: Source, bad: list[Problem], patches: dict[str, P
 
 
 def _read_weight_map(source: Source) -> dict[str, str]:
-    """Read which file holds each tensor, {name: file}, from the index of an hf folder."""
+    """Read the index of an hf folder, {tensor: file that holds it}; {} where it has no such table.
+
+    Raises:
+        CkpttoolError: it is missing, or cannot be parsed.
+    """
     index = parse(source.read_all(_INDEX, 128 << 20), f"{source.root}/{_INDEX}")
     found = index.get("weight_map") if isinstance(index, dict) else None
     return {n: f for n, f in found.items() if isinstance(f, str)} if isinstance(found, dict) else {}
 
 
 def leave_out_lost(ckpt: Checkpoint, source: PatchedSource, found: Iterable[Problem] = ()) -> Checkpoint:
-    """Leave out the tensors of which a byte is lost; `salvage` lists them.
+    """Return the index without the tensors of which a byte is lost; its `salvage` lists them.
+
+    Args:
+        found: problems of files, for `salvage.problems`.
 
     Raises:
         Corrupt: nothing is left.
@@ -366,8 +403,8 @@ def leave_out_lost(ckpt: Checkpoint, source: PatchedSource, found: Iterable[Prob
 
 
 def _restore_tied(tensors: dict[str, TensorEntry], salvage: Salvage, ckpt: Checkpoint, source: PatchedSource) -> None:
-    """Give back an embedding or an output layer that is lost, where config.json ties it to the other one and that is
-    whole."""
+    """Put a lost embedding or output layer back into `tensors`, where config.json ties it to the other one and that is
+    whole; `salvage` then lists it as rebuilt."""
     config = ckpt.config
     if config is None and source.inner.exists("config.json"):
         try:
@@ -387,7 +424,7 @@ def _restore_tied(tensors: dict[str, TensorEntry], salvage: Salvage, ckpt: Check
 
 
 def _list_lost_with_files(source: PatchedSource) -> dict[str, str]:
-    """List the tensors that the index of an hf folder has in files of which nothing is left: {name: file}."""
+    """Return {tensor: file} of the tensors that the index of an hf folder has in files of which nothing is left."""
     if _INDEX not in source.patches or not source.inner.exists(_INDEX):
         return {}
     kept = _read_weight_map(source)

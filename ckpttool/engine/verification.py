@@ -208,11 +208,15 @@ def _verify_against(
     progress: Progress,
     out: VerifyResult,
 ) -> None:
-    """Compare every tensor and value with another checkpoint, and say in `out` what came of it; `found` are the digests
-    of tensors.
+    """Compare every tensor and value with another checkpoint, and note in `out` what came of it.
+
+    Args:
+        found: {tensor: BLAKE3 in hex} of `opened`.
+        workers: the workers that read the other one, as `verify` takes them; None for the usual number.
 
     Raises:
         Differs: they are not equal.
+        CkpttoolError: the other one cannot be read.
     """
     ckpt = opened.checkpoint
     likewise = OpenOptions(allow_equal_ranks=True, allow_mixed_steps=True)
@@ -246,7 +250,8 @@ def _verify_against(
 
 
 def _component_of(name: str) -> str:
-    """Get the component of a name, also of an entry of a value, which the index does not have by itself."""
+    """Return the component that a name begins with; it may be that of an element of a value, which the index does not
+    list."""
     return name.partition(".")[0]
 
 
@@ -256,15 +261,15 @@ def _list_components(ckpt: Checkpoint) -> set[str]:
 
 
 def _list_changed(opened: OpenCheckpoint) -> set[str]:
-    """List the values that the conversion which wrote a checkpoint changed, as its ckpttool.json says; they are not
-    compared."""
+    """List the values that a conversion changed when it wrote this checkpoint, as its ckpttool.json says; empty where
+    there is none."""
     record = opened.recorded()
     return set() if record is None else {n for n in record.changed if n not in opened.checkpoint.tensors}
 
 
 def summarise_salvage(opened: OpenCheckpoint) -> dict[str, Any] | None:
-    """Summarise what the record of a salvaged copy lists: {"exact": how many tensors, "rebuilt": {name: how},
-    "missing": {name: why}}; None of any other checkpoint."""
+    """Summarise what was lost of a salvaged checkpoint: {"exact": how many tensors, "rebuilt": {name: how}, "missing":
+    {name: why}}; None of any other checkpoint."""
     record = opened.recorded()
     states = record.salvage if record is not None else {}
     if not states and opened.checkpoint.salvage is not None:
@@ -286,16 +291,22 @@ def _read_data(
     progress: Progress,
     out: VerifyResult,
 ) -> dict[str, str]:
-    """Read every byte and say in `out` what came of it; return the digests of the tensors.
+    """Read every byte and note in `out` what came of it; returns {tensor: BLAKE3 in hex}.
+
+    Args:
+        path, options: what `opened` was opened with; workers open it again.
+        workers: the workers, as `verify` takes them; None for the usual number.
 
     Raises:
-        Corrupt: it is damaged, or its numbers contradict each other. Differs: it is not what was recorded.
+        Corrupt: it is damaged, or its numbers contradict each other.
+        SourceChanged: it was written to meanwhile.
+        Differs: it is not what was recorded.
     """
     ckpt = opened.checkpoint
     averages = Averages(averages_of(ckpt.tensors))
 
     def seen(block: Block) -> None:
-        """Look at the numbers of a block."""
+        """Count the negative elements in a block of an average of squares."""
         averages.add(block.name, ckpt.tensors[block.name].dtype, block.first, block.data)
 
     with workers_for_reading(workers, path, opened.checkpoint.nbytes) as crew:
@@ -314,8 +325,11 @@ def _read_data(
 
 
 def _verify_numbers(opened: OpenCheckpoint, averages: Averages, progress: Progress, out: VerifyResult) -> None:
-    """Compare all masters with the weights beside them, and say in `out` what came of it and of the averages of
-    squares.
+    """Compare all masters (fp32 copies) with the weights beside them; note in `out` what came of it and whether
+    averages of squares are negative.
+
+    Args:
+        averages: what was seen of the averages of squares.
 
     Raises:
         Corrupt: the numbers contradict each other, and that was not allowed.
@@ -336,7 +350,10 @@ def _verify_numbers(opened: OpenCheckpoint, averages: Averages, progress: Progre
 
 
 def _verify_recorded(opened: OpenCheckpoint, found: Mapping[str, str], out: VerifyResult) -> None:
-    """Compare digests with those that were recorded, and say in `out` what came of it.
+    """Compare digests with those that were recorded, and note in `out` what came of it.
+
+    Args:
+        found: {tensor: BLAKE3 in hex} of `opened`.
 
     Raises:
         Differs: they are not equal.
@@ -373,7 +390,12 @@ def _verify_recorded(opened: OpenCheckpoint, found: Mapping[str, str], out: Veri
 
 
 def _refuse_differences(mine: Mapping[str, object], theirs: Mapping[str, object], what: str) -> None:
-    """Refuse digests of tensors and values that are not those of `what`."""
+    """Refuse digests of tensors and values, {name: digest}, that are not those of another side, which `what` names in
+    the message.
+
+    Raises:
+        Differs: with counts, and the first name.
+    """
     wrong = sorted(n for n in mine if n in theirs and mine[n] != theirs[n])
     missing, extra = sorted(set(theirs) - set(mine)), sorted(set(mine) - set(theirs))
     if wrong or missing or extra:
@@ -396,12 +418,15 @@ def check_copied(
 
     Args:
         digests: {tensor of the draft: BLAKE3 in hex}.
+        writing: what was asked for, for the dtypes of casts.
 
     Returns:
-        The source's tensors that the destination holds, and their digests by canonical name.
+        (the source's tensors that the destination holds, with the dtypes they have there; their digests by canonical
+            name).
 
     Raises:
-        SourceChanged, Corrupt: it is not.
+        SourceChanged: the source was written to meanwhile.
+        Corrupt: a tensor does not have the digest that was recorded of it.
     """
     opened.source.assert_unchanged()
     wanted = list_held_tensors(opened.checkpoint, draft, choose_dtype(writing.dtype, writing.cast or {}))
@@ -413,10 +438,11 @@ def check_copied(
 
 
 def _check_input(part: OpenCheckpoint, progress: Progress, budget: IOBudget) -> None:
-    """Check that what tensors were computed from has the digests that were recorded of it; it is read again for that.
+    """Check that tensors from which others were computed have the digests that were recorded of them; they are read
+    again for that.
 
     Raises:
-        Corrupt: with the first tensor that has not.
+        Corrupt: with the first tensor that has another.
     """
     ckpt = part.checkpoint
     if not ckpt.tensors:
@@ -427,7 +453,8 @@ def _check_input(part: OpenCheckpoint, progress: Progress, budget: IOBudget) -> 
 
 
 def list_held_tensors(ckpt: Checkpoint, draft: Draft, cast: layouts.Cast) -> dict[str, TensorEntry]:
-    """List the source's tensors that the destination holds, under whatever name, with the dtype they have there."""
+    """Return {name: tensor} of the source's tensors that the destination holds, under whatever name, with the dtype
+    they have there; `cast` chooses that of tensors with other names there."""
     there = draft.checkpoint.tensors
     gone = {d.name for d in draft.dropped}
     return {
@@ -445,7 +472,12 @@ def _name_digests(
     progress: Progress,
     budget: IOBudget,
 ) -> dict[str, str]:
-    """Put digests under canonical names. Tensors that the destination splits are read again."""
+    """Return {canonical name: BLAKE3 in hex}. Tensors that the destination splits are read again.
+
+    Args:
+        wanted: the source's tensors that the destination holds, with the dtypes they have there.
+        digests: {tensor of the draft: BLAKE3 in hex}.
+    """
     ckpt = opened.checkpoint
     out = {
         n: digests[n] for n in wanted if n in digests and (n in draft.aliases or draft.sources[n] == ckpt.tensors[n])
@@ -467,8 +499,12 @@ def _check_recorded(
     """Check that what was copied has the digests that were recorded of the source. Tensors that were cast are read
     again for that.
 
+    Args:
+        wanted: the source's tensors that the destination holds, with the dtypes they have there.
+        digests: {canonical name: BLAKE3 in hex}.
+
     Raises:
-        Corrupt: with the first tensor that has not.
+        Corrupt: with the first tensor that has another digest.
     """
     ckpt = opened.checkpoint
     named = {n for n in ckpt.recorded if n in wanted}
@@ -491,10 +527,17 @@ def read_back(
     budget: IOBudget,
     workers: Workers | None = None,
 ) -> None:
-    """Read what was written, from the disk, as any reader would, and compare every digest.
+    """Read what was written, from the disk, as any reader would, and compare every digest and value.
+
+    Args:
+        path: the destination.
+        digests: {tensor of the draft: BLAKE3 in hex} of what was written.
+        config: folder or id of a Hugging Face model; None where none was given.
+        workers: who reads it; None for this process.
 
     Raises:
-        Differs: with the first tensor that is not what was written. Corrupt: it cannot be read.
+        Differs: with the first tensor that is not what was written.
+        Corrupt: it cannot be read.
     """
     options = OpenOptions(
         source_layout=target.name,

@@ -41,10 +41,8 @@ _DTYPES = {
 
 
 def numpy_to_torch(x: object) -> Any:
-    """Convert arrays of numpy to `Inline` tensors and scalars to numbers; the object itself where there are none.
-
-    What torch has no dtype for stays as it is.
-    """
+    """Return a value with numpy's arrays in it as `Inline` tensors and its scalars as numbers; the same object where
+    there are none. What torch has no dtype for stays as it is."""
     if isinstance(x, Opaque):
         found = _decode_array(x)
         if found is None:
@@ -62,7 +60,8 @@ def numpy_to_torch(x: object) -> Any:
 
 
 def _decode_array(x: Opaque) -> tuple[Inline, bool] | None:
-    """Decode an array or a scalar: (the elements, whether it is a scalar); None for anything else."""
+    """Decode the pickled record of a numpy array or scalar: (its elements as a tensor, whether it is a scalar); None
+    for anything else, and for what torch has no dtype or memory order for."""
     where, args = (x.cls.module, x.cls.name), x.args
     shape: Any
     if where in [(m, "_reconstruct") for m in _MODULES]:
@@ -91,7 +90,8 @@ def _decode_array(x: Opaque) -> tuple[Inline, bool] | None:
 
 
 def _torch_dtype_name(x: object) -> str | None:
-    """Return torch's name of a little-endian numpy dtype; None where torch has none."""
+    """Return torch's name of the pickled record of a little-endian numpy dtype; None where torch has none, or `x` is
+    something else."""
     if not isinstance(x, Opaque) or x.cls != Global("numpy", "dtype") or not x.args or not isinstance(x.args[0], str):
         return None
     order = x.state[1] if isinstance(x.state, tuple) and len(x.state) > 1 else "|"

@@ -93,12 +93,15 @@ def is_web_page(head: bytes) -> bool:
 
 
 def refuse_foreign_file(head: bytes, what: str) -> None:
-    """Refuse a file of another kind, and say which. `head` is its first `HEAD_BYTES` bytes, `what` names it in
-    messages.
+    """Refuse a file of another kind, and say which; do nothing where the kind is not known.
+
+    Args:
+        head: the first `HEAD_BYTES` bytes of the file.
+        what: names the file in messages.
 
     Raises:
-        Corrupt: a pointer, a page or a text stands where the file should be. Unsupported: it is a file of another
-            format.
+        Corrupt: a git-lfs pointer, a web page or a text stands where the file should be.
+        Unsupported: it is a file of another format.
     """
     if head.startswith(LFS_POINTER):
         raise Corrupt(
@@ -116,6 +119,10 @@ def refuse_foreign_file(head: bytes, what: str) -> None:
 
 def refuse_foreign_format(head: bytes, what: str) -> None:
     """Refuse a file of a known format that ckpttool does not read.
+
+    Args:
+        head: the first `HEAD_BYTES` bytes of the file.
+        what: names the file in messages.
 
     Raises:
         Unsupported: it is one.
@@ -135,10 +142,12 @@ def refuse_foreign_format(head: bytes, what: str) -> None:
 
 
 def identify_foreign_checkpoint(names: Iterable[str], beside: Collection[str]) -> tuple[str, str, str] | None:
-    """Find out whether one of some files is of a checkpoint that no layout reads: (that file, what it is, what to do),
-    or None.
+    """Find a file that is of a kind of checkpoint which no layout reads: (that file, what it is, what to do); None
+    where there is none.
 
-    `beside` is all names of their folder.
+    Args:
+        names: the files to look at.
+        beside: all names in their folder.
     """
     names = list(names)
     for pattern, other, kind, advice in _CHECKPOINTS:
@@ -150,7 +159,12 @@ def identify_foreign_checkpoint(names: Iterable[str], beside: Collection[str]) -
 
 
 def refuse_foreign_checkpoint(names: Iterable[str], beside: Collection[str], what: str) -> None:
-    """Refuse files that no layout has recognised, if their names tell what they are. `what` is the path in messages.
+    """Refuse files that no layout has recognised, if their names tell what they are; do nothing if they do not.
+
+    Args:
+        names: the files.
+        beside: all names in their folder.
+        what: the path for messages.
 
     Raises:
         NotRecognised: they do.

@@ -21,10 +21,11 @@ def dump(obj: object, persistent: PersistentId | None = None) -> bytes:
     `reduce()` method of ours give (Global, args) to be called by the reader.
 
     Args:
-        persistent: gives the persistent id of a tensor's storage, None for anything else.
+        persistent: returns the persistent id of a tensor's storage, None for anything else; None where there are no
+            tensors.
 
     Raises:
-        TypeError: an object of another type.
+        TypeError: an object is of a type that no checkpoint has.
     """
     pickler = _Pickler(persistent or (lambda x: None))
     pickler.save(obj)
@@ -41,12 +42,12 @@ class _Pickler:
         self.alive: list[object] = []  # objects whose id() is in the memo must live as long as it does
 
     def memoize(self, key: object) -> None:
-        """Write a PUT of the object on the stack, and remember its number under `key`."""
+        """Write a PUT of the object on the reader's stack, and remember its number in the memo under `key`."""
         n = self.memo[key] = len(self.memo)
         self.out += b"q" + bytes([n]) if n < 256 else b"r" + struct.pack("<I", n)
 
     def recall(self, key: object) -> bool:
-        """Write a GET of what was memoized under `key`; False if nothing was."""
+        """Write a GET of the object that was memoized under `key`, and return True; return False if none was."""
         n = self.memo.get(key)
         if n is None:
             return False
@@ -54,10 +55,10 @@ class _Pickler:
         return True
 
     def save(self, x: object) -> None:
-        """Write an object.
+        """Write an object, and all that is inside.
 
         Raises:
-            TypeError: it is of a type that no checkpoint has.
+            TypeError: something is of a type that no checkpoint has.
         """
         pid = self.persistent(x)
         if pid is not None:
@@ -67,7 +68,7 @@ class _Pickler:
             self._save_container(x)
 
     def _save_scalar(self, x: object) -> bool:
-        """Write None, a bool, a number or a text; False if it is something else."""
+        """Write None, a bool, a number or a text, and return True; return False if it is something else."""
         out = self.out
         if x is None:
             out += b"N"
@@ -99,7 +100,12 @@ class _Pickler:
             self.out += b"\x8a" + bytes([len(raw)]) + raw
 
     def _save_call_for(self, x: object) -> bool:
-        """Write what protocol 2 spells as a name or as a call, and tuples; False if it is something else."""
+        """Write what protocol 2 spells as a name or as a call, and tuples, and return True; return False if it is
+        something else.
+
+        Raises:
+            TypeError: something inside is of a type that no checkpoint has.
+        """
         if type(x) is bytes:  # protocol 2 has no bytes; this is how CPython spells them there
             self.save_call(Global("_codecs", "encode"), (x.decode("latin-1"), "latin1"))
         elif type(x) is bytearray:
@@ -157,7 +163,11 @@ class _Pickler:
             raise TypeError(f"a {type(x).__name__} cannot be written to a checkpoint")
 
     def _save_instance(self, x: Opaque) -> None:
-        """Write an instance of an unknown class as it was pickled."""
+        """Write an instance of an unknown class as it was pickled.
+
+        Raises:
+            TypeError: something inside is of a type that no checkpoint has.
+        """
         self.save(x.cls)
         self.save_tuple(x.args)
         self.out += b"R" if x.call else b"\x81"
@@ -176,7 +186,11 @@ class _Pickler:
         self.memoize(id(x))
 
     def save_tuple(self, x: tuple[object, ...]) -> None:
-        """Write a tuple, which is not memoized."""
+        """Write a tuple, which is not memoized.
+
+        Raises:
+            TypeError: an element is of a type that no checkpoint has.
+        """
         if len(x) > 3:
             self.out += b"("
         for v in x:
@@ -184,7 +198,11 @@ class _Pickler:
         self.out += _TUPLES.get(len(x), b"t")
 
     def save_call(self, f: Global, args: tuple[object, ...]) -> None:
-        """Write the call of a function with positional arguments."""
+        """Write the call of a function with positional arguments.
+
+        Raises:
+            TypeError: an argument is of a type that no checkpoint has.
+        """
         self.save(f)
         self.save_tuple(args)
         self.out += b"R"

@@ -156,9 +156,11 @@ class Opaque:
         self._keys: dict[Any, None] = {}
 
     def mapped(self, f: Callable[[Any], Any], made: Callable[[Opaque], None] = lambda out: None) -> Opaque:
-        """Copy the instance with `f` of its arguments, its items and its state, in the order of a pickle.
+        """Copy the instance with `f` applied to its arguments, its items and its state, in the order of a pickle.
 
-        `made` gets the copy before its items are made.
+        Args:
+            f: gets the tuple of arguments, the list of appended items, the list of (key, value) items and the state.
+            made: gets the copy before its items and its state are made.
         """
         out = Opaque(self.cls, f(self.args), self.call)
         out.label = self.label
@@ -167,16 +169,20 @@ class Opaque:
         return out
 
     def set_item(self, key: object, value: object, what: str) -> None:
-        """Add an item to an instance of a subclass of dict; a key that is there already is refused.
+        """Add an item to an instance of a subclass of dict; `what` names the pickle in messages.
 
         Keys whose hashing has no bound (an instance, a tuple of tuples) are not compared.
+
+        Raises:
+            Unsafe: the key is there already.
         """
         if _has_bounded_hash(key):
             _set_new_key(self._keys, key, None, what)
         self.dict_items.append((key, value))
 
     def parts(self) -> tuple[Any, ...]:
-        """Return everything inside, for walking and comparing."""
+        """Return everything inside, (class, arguments, state, appended items, (key, value) items), for walking and
+        comparing."""
         return (self.cls, self.args, self.state, self.list_items, self.dict_items)
 
     def __eq__(self, other: object) -> bool:
@@ -191,7 +197,11 @@ class Opaque:
 
 
 def _encode_text(text: str, encoding: str) -> bytes:
-    """Stand in for codecs.encode, by which protocol 2 spells bytes."""
+    """Encode a text, in the place of codecs.encode, by which protocol 2 spells bytes.
+
+    Raises:
+        Unsafe: the encoding is none that picklers use.
+    """
     if encoding not in ("latin1", "latin-1", "utf-8", "ascii"):
         raise Unsafe(f"a pickle encodes text as {short(encoding)}")
     return text.encode(encoding)
@@ -202,7 +212,11 @@ def _make_complex(real: float, imag: float) -> complex:
 
 
 def _fill_dict(out: dict[Any, Any], items: Any = ()) -> dict[Any, Any]:
-    """Add (key, value) pairs to a dict, each key once."""
+    """Add (key, value) pairs to a dict, and return it.
+
+    Raises:
+        Unsafe: a key is there already, or its hashing has no bound.
+    """
     for k, v in items:
         _set_new_key(out, k, v)
     return out
@@ -373,7 +387,8 @@ def _is_class_name(name: str) -> bool:
 
 
 def _is_attribute(module: str, name: str) -> bool:
-    """Whether a dotted name is a class in a class, a member of an enum or a method: its owners look like classes."""
+    """Whether a dotted name in a module may be a class in a class, a member of an enum or a method: its owners look
+    like classes, and the module is not one of Python's own."""
     *owners, last = name.split(".")
     if Global(module, name) in _KEPT:
         return True
@@ -389,7 +404,8 @@ def resolve_attribute(cls: object, name: object) -> Global | None:
 
 
 def _record_of_call(f: Global, args: tuple[Any, ...]) -> Any:
-    """Make the record of a call that makes data; None for a call that is refused.
+    """Make the record of a call that makes data; None for a call that is refused. `f` is what the pickle calls, `args`
+    its arguments.
 
     Kept are calls of what `_KEPT` lists, of exceptions of Python, and of a name that looks like a class and is not of
     Python's own library. Nothing is executed here; but a record that is written into a pickle again is executed by who
@@ -417,8 +433,8 @@ def _record_of_call(f: Global, args: tuple[Any, ...]) -> Any:
 
 
 def _is_of_generator(f: Global, args: tuple[Any, ...]) -> bool:
-    """Whether a call of numpy's constructors of random generators, which call what they are given, is given numpy's
-    own."""
+    """Whether a call gives numpy's constructors of random generators, which call what they are given, nothing but
+    numpy's own classes; True for a call of any other function `f`."""
 
     def is_own(x: object) -> bool:
         """Whether an argument is numpy's own, or no class at all."""
@@ -430,7 +446,8 @@ def _is_of_generator(f: Global, args: tuple[Any, ...]) -> bool:
 
 
 def _makes_hint(f: Global, args: tuple[Any, ...]) -> bool:
-    """Whether a call puts a hint of types together: of classes that do not act, and of other hints."""
+    """Whether a call puts a hint of types together, such as list[int], of classes that do not act and of other
+    hints."""
 
     def is_hint(x: object) -> bool:
         """Whether an argument is a class that does not act, another hint, or plain."""
@@ -448,7 +465,7 @@ def _makes_hint(f: Global, args: tuple[Any, ...]) -> bool:
 
 def _is_unknown_class(f: Global) -> bool:
     """Whether a name looks like a class that is neither in `_KEPT` nor of Python's own library, nor one of torch's own
-    for numbers."""
+    classes of tensors and storages."""
     standard = f.module.partition(".")[0] in _STANDARD or f.module in _OF_TORCH
     return not standard and f not in _KEPT and all(map(_is_class_name, f.name.split(".")))
 
@@ -470,8 +487,8 @@ _OBJECT = tuple(Global(module, "object") for module in _BUILTINS)
 
 
 def _holds_dangerous_class(x: object) -> bool:
-    """Whether a function that would be called later (that of a partial, the factory of a defaultdict) is one of a
-    module that acts."""
+    """Whether a function that would be called later (that of a partial, the factory of a defaultdict), or one among a
+    tuple of arguments, is of a module whose objects act."""
     todo = list(x) if isinstance(x, tuple) and not isinstance(x, Global) else [x]
     return any(
         isinstance(v, Global) and is_dangerous(v) and not (v.module in _BUILTINS and v.name in _TYPES) for v in todo
@@ -479,10 +496,8 @@ def _holds_dangerous_class(x: object) -> bool:
 
 
 def unwritable_reason(x: object) -> str | None:
-    """Say why a value must not be written into a pickle; None where it may.
-
-    The reason is that loading it would call a class that nobody here knows.
-    """
+    """Return the reason why a value must not be written into a pickle, that loading it would call a class that nobody
+    here knows; None where it may be written."""
     todo = [x]
     while todo:
         v = todo.pop()
@@ -493,14 +508,22 @@ def unwritable_reason(x: object) -> str | None:
 
 
 def _make_bytearray(raw: object) -> bytearray:
-    """Stand in for bytearray, which makes zeros of a number."""
+    """Make a bytearray of bytes, in the place of Python's own, which makes zeros of a number.
+
+    Raises:
+        Unsafe: it is to be made of something else.
+    """
     if not isinstance(raw, bytes):  # bytearray(10**12) would allocate
         raise Unsafe(f"a pickle builds a bytearray from a {type(raw).__name__}")
     return bytearray(raw)
 
 
 def _make_flat_set(kind: Any, items: Any) -> Any:
-    """Stand in for set and frozenset, whose members must hash in bounded time."""
+    """Make a set or frozenset (`kind`) of members that hash in bounded time.
+
+    Raises:
+        Unsafe: a member does not.
+    """
     for x in items:
         _checked_key(x)
     return kind(items)
@@ -525,7 +548,8 @@ def _checked_key(k: object) -> Any:
 
 
 def _set_new_key(d: dict[Any, Any], k: object, v: object, what: str = "a pickle") -> None:
-    """Set d[k] = v, where k must be new: a pickler writes every key of a dict once.
+    """Set d[k] = v, where k must be new: a pickler writes every key of a dict once. `what` names the pickle in
+    messages.
 
     Equal keys (1, 1.0, True) are one key. A `SharedStandIn` is not compared.
 
@@ -548,13 +572,22 @@ def load(
     what: str = "pickle",
     inert: bool = False,
 ) -> tuple[Any, int]:
-    """Read one pickle as data: (object, position after STOP).
+    """Read one pickle as data, without importing or calling anything: (object, position after its end).
 
-    `persistent` turns a persistent id (torch's storages) into a value. `what` names the pickle in errors. With `inert`,
-    a call of anything unknown is kept as an `Opaque` and not refused, for those who only look for storages.
+    Args:
+        data: bytes in which the pickle begins at `start`.
+        stand_ins: {(module, name): what stands for that class or function of a pickle}; None for nothing but plain
+            data.
+        persistent: turns a persistent id (torch's storages) into a value; None refuses them.
+        what: names the pickle in messages.
+        inert: keep a call of anything unknown as an `Opaque` instead of refusing it, for those who only look for
+            storages.
 
     Raises:
-        Unsafe: it would call something, or has no bound. Truncated: it ends too early. Corrupt: it is not a pickle.
+        Unsafe: it would call something, or has no bound.
+        Truncated: it ends too early.
+        Corrupt: it is not a pickle.
+        Unsupported: it holds a function or class as a value, or a stand-in does not support what it is called with.
     """
     try:
         obj, end = _run_opcodes(data, start, stand_ins or {}, persistent, what, inert)
@@ -576,7 +609,18 @@ def _run_opcodes(  # noqa: C901  # one branch for each opcode
 ) -> tuple[Any, int]:
     """Execute the instructions of a pickle on a stack of plain data: (object, position after STOP).
 
-    `known` are the stand-ins. The errors of Python that a malformed pickle causes are for `load` to translate.
+    The errors of Python that a malformed pickle causes (IndexError, ValueError, ...) are for `load` to translate.
+
+    Args:
+        data, pos: the bytes, and where the pickle begins in them.
+        known: the stand-ins, {(module, name): what stands for that class or function}.
+        persistent: turns a persistent id into a value; None refuses them.
+        what: names the pickle in messages.
+        inert: keep a call of anything unknown as an `Opaque` instead of refusing it.
+
+    Raises:
+        Unsafe: it would call something, or no pickler writes such a pickle.
+        Corrupt: it is too long, or damaged.
     """
     stack: list[Any] = []
     memo: dict[int, Any] = {}
@@ -592,7 +636,11 @@ def _run_opcodes(  # noqa: C901  # one branch for each opcode
         raise Corrupt(f"{what}: {size} bytes of pickle; at most {MAX_BYTES} are read.")
 
     def take(n: int) -> bytes:
-        """Read the next n bytes."""
+        """Read the next n bytes.
+
+        Raises:
+            IndexError: there are fewer.
+        """
         nonlocal pos
         if n < 0 or pos + n > size:
             raise IndexError
@@ -608,12 +656,16 @@ def _run_opcodes(  # noqa: C901  # one branch for each opcode
         return out
 
     def line() -> bytes:
-        """Read up to the next line end."""
+        """Read up to the next line end, and return what is before it."""
         end = data.index(b"\n", pos)
         return take(end + 1 - pos)[:-1]
 
     def find(module: str, name: str) -> Any:
-        """Look up a global: its stand-in, or a `Global`."""
+        """Look up a global, the name of a class or function: its stand-in, or a `Global`.
+
+        Raises:
+            Unsafe: it is an attribute of something, or there are too many names.
+        """
         nonlocal named
         named += 1
         if named > _MOST_GLOBALS:
@@ -629,7 +681,12 @@ def _run_opcodes(  # noqa: C901  # one branch for each opcode
     members: dict[int, Opaque] = {}  # calls that are kept as those of an enum, which gets no state
 
     def call(f: object, args: object) -> Any:
-        """Make what a REDUCE makes, if it is data."""
+        """Make what a REDUCE, the call of `f` with a tuple `args`, makes, if it is data.
+
+        Raises:
+            Unsafe: it is not.
+            Corrupt: the arguments are not a tuple.
+        """
         if not isinstance(args, tuple):
             raise Corrupt(f"{what}: arguments of {short(f)} are not a tuple.")
         if isinstance(f, Global):
@@ -648,7 +705,11 @@ def _run_opcodes(  # noqa: C901  # one branch for each opcode
         return f(*args)
 
     def watched() -> Iterator[Iterator[None]]:
-        """Yield the instructions in portions, after each of which what they left is looked at."""
+        """Yield portions of the instructions to be executed, and check after each what they have left on the stack.
+
+        Raises:
+            Unsafe: no pickler writes such a pickle.
+        """
         done = before = memoized = 0
         while True:
             yield repeat(None, _LOOK)
@@ -913,7 +974,7 @@ def short(x: object) -> str:
 
 
 def children(x: object) -> Any:
-    """Return what a container holds; () for a leaf."""
+    """Return what a container holds, keys and values of a dict and the parts of an `Opaque`; () for a leaf."""
     if isinstance(x, dict):
         return [*x.keys(), *x.values()]
     if isinstance(x, Opaque):
@@ -922,7 +983,8 @@ def children(x: object) -> Any:
 
 
 def map_children(x: Any, f: Callable[[Any], Any]) -> Any:
-    """Copy a container with `f` of everything directly inside; anything else is returned as it is."""
+    """Copy a container with `f` applied to everything directly inside (values of a dict, not its keys); anything else,
+    sets included, is returned as it is."""
     if isinstance(x, dict):
         return type(x)((k, f(v)) for k, v in x.items())
     if type(x) in (list, tuple):
@@ -931,7 +993,8 @@ def map_children(x: Any, f: Callable[[Any], Any]) -> Any:
 
 
 def _refuse_chain(x: Any, what: str) -> None:
-    """Refuse an object whose last parts are nested deeper than any training state, before all of it is read.
+    """Refuse an object whose last parts are nested deeper than those of any training state, before all of it is read;
+    `what` names the pickle in messages.
 
     Raises:
         Unsafe: it is.
@@ -947,9 +1010,13 @@ def refuse_deep(obj: object, what: str, most: int) -> None:
     """Refuse an object that is too deep or too large, walking without recursion and counting shared parts as often as
     they are met.
 
+    Args:
+        what: names the object in messages.
+        most: how many nodes it may have.
+
     Raises:
-        Unsafe: deeper than 100, or more than `most` nodes, so that any later walk is bounded. Unsupported: it contains
-            one of our stand-ins, because the pickle has a function that it never calls.
+        Unsafe: deeper than 100, or more than `most` nodes, so that any later walk is bounded.
+        Unsupported: it contains one of our stand-ins, because the pickle has a function that it never calls.
     """
     todo, seen = [(obj, 0)], 0
     while todo:
@@ -978,13 +1045,25 @@ def _copy_without_cycles(obj: Any, what: str, most: int) -> Any:
     An instance that is met again in it becomes a `BackReference` with its label. An outermost instance that is deeper
     than 100 all the same becomes a `Refused`.
 
+    Args:
+        what: names the object in messages.
+        most: how many nodes the copies may have together.
+
     Raises:
         Unsafe: a list or dict is deeper than 100 or holds itself, or the copies have more than `most` nodes.
     """
     nodes = 0
 
     def copy(x: Any, depth: int, scope: _Scope | None) -> Any:
-        """Copy a value; `scope` is that of the outermost instance around it, None outside of any."""
+        """Copy a value.
+
+        Args:
+            depth: how many containers are around it.
+            scope: that of the outermost instance around it; None outside of any.
+
+        Raises:
+            Unsafe: it is too deep, or too large.
+        """
         nonlocal nodes
         inside = children(x)
         nodes += 1 + len(inside)
@@ -1008,7 +1087,11 @@ def _copy_without_cycles(obj: Any, what: str, most: int) -> Any:
         return x
 
     def instance(x: Opaque, depth: int, scope: _Scope) -> Opaque | BackReference:
-        """Copy an instance inside a scope, or refer to the copy that there is."""
+        """Copy an instance inside a scope, or return a reference to the copy that there is.
+
+        Raises:
+            Unsafe: it is too deep, or too large.
+        """
         if (known := scope.met.get(id(x))) is not None:
             if known.label is None:
                 known.label, scope.labels = scope.labels, scope.labels + 1
@@ -1034,16 +1117,23 @@ class _Scope:
 
 
 def enum_members(*enums: tuple[Any, Mapping[str, Any]]) -> dict[tuple[str, str], Any]:
-    """Make stand-ins for getattr, by which Python 3.11.0 to 3.11.3 (Debian 12 has 3.11.2) pickles members of an enum.
+    """Make stand-ins for getattr, by which Python 3.11.0 to 3.11.3 (Debian 12 has 3.11.2) pickles members of an enum:
+    {("builtins", "getattr"): stand-in, ("__builtin__", "getattr"): the same}.
 
-    Each of `enums` is (the stand-in of a class, {name: member}). Of anything else it is `resolve_attribute`, or
-    refused.
+    Of a class that is not among `enums`, the stand-in returns what `resolve_attribute` does, or raises Unsafe.
 
     Source: Enum.__reduce_ex__ in Lib/enum.py of those versions.
+
+    Args:
+        enums: (the stand-in of a class, {name: member}) each.
     """
 
     def member(cls: object, name: object) -> Any:
-        """Return the member of a known enum, or what any other getattr refers to."""
+        """Return the member of a known enum, or what any other getattr refers to.
+
+        Raises:
+            Unsafe: it refers to nothing that a checkpoint needs.
+        """
         for known, members in enums:
             if cls is known and isinstance(name, str) and name in members:
                 return members[name]
@@ -1055,18 +1145,35 @@ def enum_members(*enums: tuple[Any, Mapping[str, Any]]) -> dict[tuple[str, str],
 
 
 def load_large(data: io.BufferedIOBase, stand_ins: StandIns) -> Any:
-    """Unpickle with the C unpickler of the standard library; to be called in a limited child process only."""
+    """Unpickle with the C unpickler of the standard library; to be called in a limited child process only.
+
+    Args:
+        data: the pickle, opened for reading.
+        stand_ins: {(module, name): what stands for that class or function}.
+
+    Raises:
+        Unsafe: the pickle names anything else, or refers to an object outside of it.
+        Exception: whatever the unpickler raises on a pickle that is damaged.
+    """
 
     class Unpickler(pickle.Unpickler):
         def find_class(self, module: str, name: str) -> Any:
-            """Return a stand-in; no class is ever imported."""
+            """Return the stand-in for a class or function; nothing is ever imported.
+
+            Raises:
+                Unsafe: there is none.
+            """
             found = stand_ins.get((module, name), stand_ins.get((ANY_MODULE, name)))
             if found is None:
                 raise Unsafe(f"the pickle names {module}.{name}, which a checkpoint does not need.")
             return found
 
         def persistent_load(self, pid: object) -> Any:
-            """Refuse persistent ids, which no `.metadata` has."""
+            """Refuse a persistent id, which no `.metadata` has.
+
+            Raises:
+                Unsafe: always.
+            """
             raise Unsafe("the pickle refers to an object outside of it.")
 
     return Unpickler(data).load()

@@ -42,13 +42,17 @@ class ShardPiece(NamedTuple):
 
 
 def local_pieces(shape: Sequence[int], cuts: Iterable[PlacementCut]) -> tuple[list[ShardPiece], tuple[int, ...]]:
-    """Compute which boxes of the whole a rank's local tensor holds: (boxes, shape of the local tensor).
+    """Compute which boxes of the whole tensor a rank's local tensor holds: (boxes, shape of the local tensor).
 
     A rank without elements has no box with any.
 
+    Args:
+        shape: of the whole.
+        cuts: the placements that cut it, the first one first.
+
     Raises:
-        ValueError: a split factor below 1, or more boxes than any job has. IndexError: a dimension that the tensor does
-            not have.
+        ValueError: a cut cannot be made, such as a split factor below 1, or there are more boxes than any job has.
+        IndexError: a dimension that the tensor does not have.
     """
     along: list[_Runs] = [[(0, n)] for n in shape]
     for cut in cuts:
@@ -72,8 +76,8 @@ def local_pieces(shape: Sequence[int], cuts: Iterable[PlacementCut]) -> tuple[li
 
 
 def _apply_cut(runs: _Runs, cut: PlacementCut) -> _Runs:
-    """Return what a cut leaves of some runs. Sizes come out of files, so nothing here takes more work than there are
-    runs.
+    """Return what a cut leaves of a rank's runs along a dimension, (first index, number) each. Sizes come out of files,
+    so nothing here takes more work than there are runs.
 
     Raises:
         ValueError: it makes more runs than any job has.
@@ -96,7 +100,8 @@ def _apply_cut(runs: _Runs, cut: PlacementCut) -> _Runs:
 
 
 def _runs_between(runs: _Runs, a: int, b: int) -> Iterator[tuple[int, int]]:
-    """Yield the parts of runs that are between elements a and b of them all, counted in the rank's own order."""
+    """Yield the parts of runs, (first index, number), that are between elements `a` and `b` (not included) of all runs
+    together, counted in the rank's own order."""
     at = 0
     for start, n in runs:
         x, y = max(a, at), min(b, at + n)

@@ -67,11 +67,13 @@ class Slot(NamedTuple):
 
 
 def read_header(source: Source, file: str) -> tuple[dict[str, Slot], dict[str, str]]:
-    """Read and check the header of a file: (slots in the order of their bytes, __metadata__).
+    """Read and check the header of a file: ({name: slot, its dtype, shape and byte range}, in the order of their bytes;
+    __metadata__, {} where there is none).
 
     Raises:
-        Corrupt: not a whole safetensors file. Unsafe: readers would differ on it. Unsupported: another format under
-            that name.
+        Corrupt: not a whole safetensors file.
+        Unsafe: readers would differ on it, or its header is too large.
+        Unsupported: another format under that name, or a dtype that torch does not have.
     """
     what = f"{source.root}/{file}"
     size = source.size(file)
@@ -113,8 +115,9 @@ def read_header(source: Source, file: str) -> tuple[dict[str, Slot], dict[str, s
 
 
 def open_with_library(source: Source, files: Iterable[str]) -> None:
-    """Open the safetensors files among local files with the safetensors library, as every loader does. It maps a file
-    and reads its header, so this takes no memory for tensors.
+    """Open those of `files` that end in .safetensors with the safetensors library, as every loader does; do nothing
+    where the source is not on a local disk. The library maps a file and reads its header, so this takes no memory for
+    tensors.
 
     Raises:
         Corrupt: the library refuses one.
@@ -134,10 +137,10 @@ def open_with_library(source: Source, files: Iterable[str]) -> None:
 
 
 def _check_encodable(name: str, what: str) -> None:
-    """Refuse a name that UTF-8 cannot encode.
+    """Refuse the name of a tensor that UTF-8 cannot encode; `what` names the file in messages.
 
     Raises:
-        Corrupt: it is half of a surrogate pair.
+        Corrupt: it contains half of a surrogate pair.
     """
     try:
         name.encode()
@@ -146,10 +149,17 @@ def _check_encodable(name: str, what: str) -> None:
 
 
 def _check_slot(name: str, t: object, base: int, what: str) -> tuple[int, int, str, Slot]:
-    """Check the entry `t` of a tensor: (begin, end, name, slot); `base` is where the data begins in the file.
+    """Check the header's entry of one tensor: (first byte and end of its data, counted from `base`; its name; the slot,
+    with its bytes in the file).
+
+    Args:
+        t: the entry, as parsed from JSON.
+        base: where the data of all tensors begins in the file.
+        what: names the file in messages.
 
     Raises:
-        Corrupt: it is damaged. Unsupported: torch has no such dtype or shape.
+        Corrupt: the entry is damaged.
+        Unsupported: torch has no such dtype or shape.
     """
     if not isinstance(t, dict) or set(t) != {"dtype", "shape", "data_offsets"}:
         raise Corrupt(f'{what}: the entry of "{name}" is damaged.')
@@ -180,18 +190,29 @@ def prefetch_headers(source: Source, files: Iterable[str]) -> None:
 
 
 def slots(source: Source, file: str) -> dict[str, Slot]:
-    """Read the tensors of a file: {name: Slot}."""
+    """Read the tensors in the header of a file: {name: slot, its dtype, shape and byte range}, in the order of their
+    bytes.
+
+    Raises:
+        Corrupt: not a whole safetensors file.
+        Unsafe: readers would differ on it, or its header is too large.
+        Unsupported: another format under that name, or a dtype that torch does not have.
+    """
     return read_header(source, file)[0]
 
 
 def sort_key(name: str, dtype: str) -> tuple[int, str]:
-    """Return the key of the order in which the library writes tensors: widest dtypes first, then by name, so that every
-    tensor is aligned."""
+    """Return the key by which tensors are sorted as the library writes them: widest dtypes first, then by name, so that
+    every tensor is aligned."""
     return -_RANK[dtype], name
 
 
 def header(tensors: list[tuple[str, str, tuple[int, ...]]], metadata: dict[str, str]) -> bytes:
-    """Write the first bytes of a file of (name, dtype, shape), in this order: byte for byte what the library writes.
+    """Make the first bytes of a safetensors file, its header, byte for byte as the library writes them.
+
+    Args:
+        tensors: (name, dtype, shape) of each, in the order of their bytes.
+        metadata: the texts of `__metadata__`; {} leaves it out.
 
     Raises:
         Unsupported: a tensor has the name that the format keeps for its metadata.

@@ -42,14 +42,19 @@ import os; os._exit(0)
 
 
 def run_in_child(function: str, argument: str, work_bytes: int, text: bytes = b"") -> bytes:
-    """Call `module:function` of ours with one string in a child process, and return its bytes.
+    """Call a function of ours with one string in a child process of limited time and memory, and return the bytes that
+    it returns.
 
     Args:
+        function: "module:function".
+        argument: the string, which messages begin with.
         work_bytes: bytes of input, which bound its time and memory; 0 for 20 seconds and no bound of memory.
         text: what the child reads from stdin.
 
     Raises:
-        CkpttoolError: as the function raised it. Unsafe: it took more than its limits. Corrupt: it failed.
+        CkpttoolError: as the function raised it.
+        Unsafe: it took more than its limits.
+        Corrupt: it failed.
     """
     seconds = 20 + work_bytes // (2 << 20)
     memory = (1 << 30) + 24 * work_bytes if work_bytes else 0

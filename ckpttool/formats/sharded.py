@@ -46,11 +46,16 @@ class Shards(NamedTuple):
 
 
 def stand_ins(what: str) -> dict[tuple[str, str], Any]:
-    """Make stand-ins for the classes and calls in files of ranks: nothing is built, ShardedTensor and DTensor stay
-    Opaque."""
+    """Make stand-ins for the classes and calls in files of ranks, {(module, name): what stands for it}: nothing is
+    built, and ShardedTensor and DTensor stay `Opaque`. `what` names the file in messages."""
 
     def from_type(func: object, cls: object, args: object, state: object) -> Any:
-        """Keep ShardedTensor and DTensor as `Opaque`; others as `torch_zip` does."""
+        """Keep ShardedTensor and DTensor as `Opaque`; handle other classes of tensors as `torch_zip.rebuild_from_type`
+        does.
+
+        Raises:
+            Unsafe, Unsupported, Corrupt: as that does.
+        """
         if (
             isinstance(cls, Global)
             and cls.module.startswith("torch.distributed.")
@@ -62,8 +67,12 @@ def stand_ins(what: str) -> dict[tuple[str, str], Any]:
         return torch_zip.rebuild_from_type(what, func, cls, args, state)
 
     def get(obj: object, name: object) -> Any:
-        """ShardedTensor.ProcessGroupState is pickled as getattr(ShardedTensor, "ProcessGroupState"), and by some
-        versions of Python the memory format (pickles.enum_members)."""
+        """Resolve a pickled getattr: ShardedTensor.ProcessGroupState is pickled so, and by some versions of Python the
+        memory format too.
+
+        Raises:
+            Unsafe: it refers to nothing that a checkpoint needs.
+        """
         if obj is memory_format:
             return formats(obj, name)
         if isinstance(obj, Global) and obj.module.startswith(_SHARDED) and name != "ProcessGroupState":
@@ -73,7 +82,7 @@ def stand_ins(what: str) -> dict[tuple[str, str], Any]:
         return found
 
     def memory_format(number: object) -> Any:
-        """Stand in for the class of torch's memory formats."""
+        """Return the number of a memory format, in the place of torch's class of them."""
         return number
 
     formats = enum_members((memory_format, {name: k for k, name in enumerate(MEMORY_FORMATS)}))["builtins", "getattr"]
@@ -88,7 +97,8 @@ def stand_ins(what: str) -> dict[tuple[str, str], Any]:
 
 
 def _attributes_of(x: object) -> dict[str, Any]:
-    """Return the attributes of an instance, as pickled: its __dict__, or (None, {slot: value})."""
+    """Return the attributes of an instance, pickled as its __dict__ or as (None, {slot: value}); {} of anything
+    else."""
     state = x.state if isinstance(x, Opaque) else None
     if isinstance(state, tuple) and len(state) == 2 and all(isinstance(s, dict | None) for s in state):
         return {**(state[0] or {}), **(state[1] or {})}
@@ -101,15 +111,23 @@ def is_sharded(x: object) -> bool:
 
 
 def local_tensor(x: Opaque) -> Any:
-    """Return what a DTensor has on the rank that pickled it; None for a ShardedTensor, which may have several."""
+    """Return the tensor that a DTensor has on the rank that pickled it; None for a ShardedTensor, which may have
+    several."""
     return _attributes_of(x).get("_local_tensor")
 
 
 def shards_of(x: Opaque, key: str, read_at: ReadAt, what: str) -> Shards:
-    """Read what a file says of its part of a tensor.
+    """Read what a rank's file says of its part of a ShardedTensor or DTensor.
+
+    Args:
+        x: the tensor, as pickled.
+        key: its name, for messages.
+        read_at: reads bytes (offset, length) of the file.
+        what: names the file in messages.
 
     Raises:
-        Corrupt: it contradicts itself. Unsupported: a placement that a checkpoint cannot hold.
+        Corrupt: it contradicts itself.
+        Unsupported: a placement that a checkpoint cannot hold, or parts that are tensor subclasses.
     """
     try:
         return _read_sharded_tensor(x) if x.cls.name == "ShardedTensor" else _read_dtensor(x, read_at, what)
@@ -120,10 +138,10 @@ def shards_of(x: Opaque, key: str, read_at: ReadAt, what: str) -> Shards:
 
 
 def _read_sharded_tensor(x: Opaque) -> Shards:
-    """Read the shards of a ShardedTensor.
+    """Read the shards that a rank has of a pickled ShardedTensor.
 
     Raises:
-        ValueError, and what a malformed pickle raises: it does not hold together.
+        ValueError, KeyError, TypeError, IndexError, AttributeError: it does not hold together.
     """
     local, meta, group = x.state[:3]
     fields = _attributes_of(meta)
@@ -148,11 +166,15 @@ def _read_sharded_tensor(x: Opaque) -> Shards:
 
 
 def _read_dtensor(x: Opaque, read_at: ReadAt, what: str) -> Shards:
-    """Read the local tensor of a DTensor, and compute which boxes of the whole it holds.
+    """Read the local tensor of a pickled DTensor, and compute which boxes of the whole it holds.
+
+    Args:
+        read_at: reads bytes (offset, length) of the file.
+        what: names the file in messages.
 
     Raises:
-        ValueError, and what a malformed pickle raises: it does not hold together. Unsupported: a placement or a
-            subclass that is not read.
+        ValueError, KeyError, TypeError, IndexError, AttributeError: it does not hold together.
+        Unsupported: a placement or a subclass that is not read.
     """
     fields = _attributes_of(x)
     tensor, spec = fields["_local_tensor"], _attributes_of(fields["_spec"])
@@ -194,14 +216,25 @@ def _read_dtensor(x: Opaque, read_at: ReadAt, what: str) -> Shards:
 
 
 def _local_box(tensor: StoredTensor, piece: ShardPiece) -> StoredTensor:
-    """Return a box of a local tensor."""
+    """Return the box of a rank's local tensor that holds `piece` of the whole, as a view of the same bytes."""
     at = sum(a * s for a, s in zip(piece.local, tensor.strides, strict=True)) * ITEMSIZE[tensor.dtype]
     return tensor._replace(shape=piece.shape, at=tensor.at + at)
 
 
 def _read_mesh(mesh: dict[str, Any], read_at: ReadAt, what: str) -> tuple[list[int], list[int], int | None, int | None]:
-    """Read a pickled DeviceMesh: (size of every dimension, the rank's coordinates, the rank, ranks in all); None where
-    it does not say."""
+    """Read the attributes of a pickled DeviceMesh: (size of each dimension; the rank's coordinates; the rank, None
+    where it does not say; number of ranks, None likewise).
+
+    Args:
+        mesh: {attribute: value}.
+        read_at: reads bytes (offset, length) of the file.
+        what: names the file in messages.
+
+    Raises:
+        ValueError: the coordinates do not fit the sizes.
+        KeyError, TypeError, IndexError: an attribute is missing, or is something else.
+        Unsupported, Corrupt: the tensor of ranks is too large, or damaged.
+    """
     grid = mesh.get("mesh")
     if isinstance(grid, StoredTensor):  # torch < 2.10
         sizes = list(grid.shape)
@@ -243,7 +276,7 @@ def _flat_ints(x: object) -> list[int]:
 
 
 def _checked_sizes(x: object) -> tuple[int, ...]:
-    """Return a tuple of sizes.
+    """Return a pickled tuple or list of sizes or offsets as a tuple.
 
     Raises:
         ValueError: it is something else.
@@ -271,7 +304,8 @@ class ShardTable:
         self.lists: dict[tuple[tuple[int, int], ...], list[Opaque]] = {}
 
     def shards(self, bounds: tuple[tuple[int, int], ...]) -> list[Opaque]:
-        """Return the ShardMetadata of all ranks that hold something."""
+        """Return the ShardMetadata of all ranks that hold something, made once for the same bounds; `bounds` are (first
+        element, end) by rank."""
         if bounds not in self.lists:
             self.lists[bounds] = [self._one(r, a, b) for r, (a, b) in enumerate(bounds) if a < b]
         return self.lists[bounds]
@@ -285,7 +319,15 @@ class ShardTable:
 def make_sharded_tensor(
     table: ShardTable, bounds: tuple[tuple[int, int], ...], rank: int, ref: TensorRef | None, dtype: str
 ) -> Opaque:
-    """Make a 1-D ShardedTensor as `rank` pickles it; `ref` is its own shard, None where it holds nothing."""
+    """Make the record of a 1-D ShardedTensor as a rank pickles it.
+
+    Args:
+        table: the shards of the tensors of the job.
+        bounds: (first element, end) by rank.
+        rank: the rank that the file is of.
+        ref: its own shard; None where it holds nothing.
+        dtype: torch's name of the dtype.
+    """
     cls, kind = Global(f"{_SHARDED}.api", "ShardedTensor"), Global("torch", dtype)
     size, shards = bounds[-1][1], table.shards(bounds)
     strided = Opaque(Global("torch.serialization", "_get_layout"), ("torch.strided",), call=True)
@@ -318,7 +360,7 @@ def make_sharded_tensor(
 
 
 def _make_instance(module: str, name: str, state: object) -> Opaque:
-    """Make the record of an instance with a state."""
+    """Make the record of an instance of class `name` in `module`, with a state."""
     out = Opaque(Global(module, name), ())
     out.state = state
     return out

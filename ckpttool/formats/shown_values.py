@@ -11,7 +11,7 @@ __all__ = ["instances_in", "readable"]
 
 
 def readable(x: Any) -> Any:
-    """Convert a value to plain data for people.
+    """Convert a value out of a pickle to plain data for people; plain data is returned as it is.
 
     An instance becomes text; a node of OmegaConf, which keeps flags, types and its parent too, becomes its content.
     """
@@ -33,8 +33,8 @@ def readable(x: Any) -> Any:
 
 
 def instances_in(x: Any) -> dict[Global, None]:
-    """Find the classes of the outermost instances in a value, other than arrays and numbers of numpy, devices and
-    sizes."""
+    """Return the classes of the outermost instances in a value as keys of a dict, in order, without arrays and numbers
+    of numpy and torch's own (devices, sizes)."""
     if isinstance(x, Opaque):
         return {} if x.cls.module.partition(".")[0] == "numpy" or x.cls.module == "torch" else {x.cls: None}
     inside = x.values() if isinstance(x, dict) else x if type(x) in (list, tuple) else ()
@@ -51,7 +51,8 @@ class _Text(str):
 
 
 def _format_as_call(x: Opaque) -> str:
-    """Write an instance as a call that would make it: homemod.Mode(2), argparse.Namespace(lr=0.1)."""
+    """Return a text that shows an instance as a call that would make it: homemod.Mode(2),
+    argparse.Namespace(lr=0.1)."""
     cls, args, state = str(x.cls), x.args, x.state
     if cls == "functools.partial" and isinstance(state, tuple) and len(state) == 4 and isinstance(state[1], tuple):
         args, state = (state[0], *state[1]), state[2]

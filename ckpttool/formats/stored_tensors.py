@@ -62,17 +62,17 @@ class StoredTensor(NamedTuple):
 
     @property
     def numel(self) -> int:
-        """Number of elements."""
+        """Count the elements."""
         return prod(self.shape)
 
     @property
     def span(self) -> int:
-        """Bytes from the first element to the end of the last."""
+        """Count the bytes in the file from the first element to the end of the last."""
         return boxes.span(self.shape, self.strides) * ITEMSIZE[self.dtype]
 
     @property
     def extent(self) -> tuple[int, int]:
-        """(offset in the file, length) of the span."""
+        """Return (offset in the file, length) of the bytes from the first element to the end of the last."""
         return self.storage.offset + self.at, self.span
 
 
@@ -92,7 +92,7 @@ class Size(tuple[int, ...]):
 
 
 def map_tensors(x: object, f: Callable[[StoredTensor], Any], of_size: Callable[[Size], Any] = lambda size: size) -> Any:
-    """Replace every StoredTensor in a tree by `f` of it, and every Size by `of_size` of it."""
+    """Copy a tree of containers with every StoredTensor replaced by `f` of it, and every `Size` by `of_size` of it."""
 
     if isinstance(x, StoredTensor):
         return f(x)
@@ -109,16 +109,27 @@ def tensors_in(x: object) -> Iterator[StoredTensor]:
 
 
 def leaves(tree: object, path: Path, file: int, read_at: ReadAt, what: str) -> tuple[dict[Path, Any], list[Record]]:
-    """Take a tree apart below `path`: ({path: TensorEntry or plain value}, the CRC32s of the storages).
+    """Take a tree apart below `path`: ({path: TensorEntry, Composite or plain value}, the CRC32s of the storages).
 
     Dicts with string keys, and lists that hold tensors or dicts, are taken apart, as DCP does. An object of a tensor
     subclass is a `Composite`. Anything else is one value, whose tensors are read (`inline_tensors`).
+
+    Args:
+        tree: what a torch.save file holds.
+        path: the path at which the tree begins.
+        file: number of the file in the checkpoint's list of files.
+        read_at: reads bytes (offset, length) of it.
+        what: names the file in messages.
+
+    Raises:
+        Corrupt: a tensor inside a value does not match its CRC32, or an object is not pickled as torch does.
+        Unsupported: the tensors inside one value are too large.
     """
     found = flatten_tree(tree, path)
     records: dict[int, Record] = {}
 
     def entry(t: StoredTensor, at: Path) -> TensorEntry:
-        """Make the entry of a tensor, and remember the CRC32 of its storage."""
+        """Make the entry of a tensor at path `at`, and remember the CRC32 of its storage."""
         chunks = Chunks.whole(t.shape, file, *t.extent, None if t.contiguous else t.strides)
         s = t.storage
         if s.crc32 is not None:
@@ -138,14 +149,15 @@ def leaves(tree: object, path: Path, file: int, read_at: ReadAt, what: str) -> t
 
 
 def flatten_tree(tree: object, path: Path = ()) -> dict[Path, Any]:
-    """Take a tree apart as `leaves` does, and leave the leaves as they are."""
+    """Take a tree apart below `path` into {path: leaf}: dicts with string keys, and lists that hold tensors or dicts.
+    The leaves stay as they are."""
     found: dict[Path, Any] = {}
     _flatten(path, tree, found)
     return found
 
 
 def _flatten(path: Path, x: Any, out: dict[Path, Any]) -> bool:
-    """Put the leaves of `x` into `out`, and return whether it was taken apart.
+    """Put the leaves of `x`, which is at `path`, into `out`, {path: leaf}, and return whether it was taken apart.
 
     A list is, where that takes an item of it apart or an item is a tensor; DCP's planner has no key for the items of
     another list, such as [{}], [{6: 1}] or [[[1]]].
@@ -186,8 +198,8 @@ _DICTS = frozenset((Global("collections", "Counter"), Global("collections", "def
 
 
 def flatten_like_dcp(x: object, path: Path) -> dict[Path, Any]:
-    """Make the entries that torch makes of a dict with keys that are not text when it saves and loads a state dict with
-    DCP.
+    """Return the entries, {path: value}, that torch makes of a dict at `path` with keys that are not text when it saves
+    and loads a state dict with DCP.
 
     There is one for each key, which becomes text, and of a list in it one for each element where a dict is inside. Any
     other value, and one with arrays inside, is one entry.
@@ -201,7 +213,7 @@ def flatten_like_dcp(x: object, path: Path) -> dict[Path, Any]:
 
 
 def _walk_like_dcp(x: object, path: Path) -> Iterator[tuple[Path, Any]]:
-    """Yield (path, value) of the entries below a value."""
+    """Yield (path, value) of the entries that DCP makes of a value at `path`."""
     items = mapping_items(x)
     if items is not None:
         for k, v in items:
@@ -238,7 +250,8 @@ def _holds_array(x: object) -> bool:
 
 
 def _is_optimizer_state(path: Path, x: object) -> bool:
-    """{0: {"exp_avg": ...}}: integer keys, named later."""
+    """Whether a value at `path` is the state of an optimizer that numbers its parameters, {0: {"exp_avg": ...}}, which
+    are named later."""
     return (
         isinstance(x, dict)
         and bool(x)
@@ -249,17 +262,28 @@ def _is_optimizer_state(path: Path, x: object) -> bool:
 
 
 def inline_tensors(x: object, read_at: ReadAt, what: str, most: int = 64 << 20) -> Any:
-    """Read the tensors inside a value: `Inline` tensors with bytes instead of byte ranges.
+    """Return a value with each StoredTensor in it replaced by an `Inline` tensor, which has its bytes, and each size as
+    torch pickles it.
+
+    Args:
+        read_at: reads bytes (offset, length) of the file.
+        what: names the value in messages.
+        most: bytes that the tensors may have together.
 
     Raises:
-        Unsupported: they have more than `most` bytes together. Corrupt: bytes do not match their CRC32.
+        Unsupported: they have more.
+        Corrupt: bytes do not match their CRC32.
     """
     total = sum(max(t.storage.length, prod(t.shape) * ITEMSIZE[t.dtype]) for t in tensors_in(x))
     if total > most:
         raise Unsupported(f"{what}: {total} bytes of tensors inside a container that is not a dict or list of tensors.")
 
     def one(t: StoredTensor) -> Inline:
-        """Read the bytes of one tensor."""
+        """Read the bytes of one tensor.
+
+        Raises:
+            Corrupt: its storage does not match its CRC32.
+        """
         whole = read_at(t.storage.offset, t.storage.length)
         if t.storage.crc32 is not None and crc32(whole) != t.storage.crc32:
             raise Corrupt(f"{what}: a tensor inside it does not match its CRC32; the file is damaged.")
@@ -273,7 +297,8 @@ _NUMBERS = {"float64": "<d", "float32": "<f", "float16": "<e", "int64": "<q", "i
 
 
 def decode_number(dtype: str, data: bytes) -> float | int | None:
-    """Decode the bytes of one element; None for a dtype that no counter has, or for more or fewer bytes."""
+    """Decode the bytes of one element; None for a dtype that no counter has (float64, float32, float16, bfloat16, int64
+    and int32 are decoded), or for more or fewer bytes."""
     if dtype == "bfloat16" and len(data) == 2:
         dtype, data = "float32", b"\0\0" + data
     code = _NUMBERS.get(dtype)
@@ -282,7 +307,8 @@ def decode_number(dtype: str, data: bytes) -> float | int | None:
 
 
 def gather_strided(raw: bytes, t: StoredTensor) -> bytes:
-    """Gather the row-major bytes of a strided tensor whose span is `raw`."""
+    """Gather the row-major bytes of a strided tensor; `raw` are the bytes from its first element to the end of its
+    last."""
     import numpy as np
 
     item = ITEMSIZE[t.dtype]

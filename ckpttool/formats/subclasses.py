@@ -56,7 +56,8 @@ def is_subclass(x: object) -> bool:
 
 
 def dense_inside(cls: Global, state: object) -> Any:
-    """Return the dense tensor that an object of a training wrapper holds; None for all other classes."""
+    """Return the dense tensor that an object of a training wrapper, a class of torchao around a dense weight, holds in
+    its pickled state; None for all other classes."""
     name = _DENSE.get(cls.name)
     if name is None or cls.module.partition(".")[0] != "torchao" or not isinstance(state, dict):
         return None
@@ -64,17 +65,20 @@ def dense_inside(cls: Global, state: object) -> Any:
 
 
 def placeholder(name: str) -> Opaque:
-    """Make what stands in the value for the tensor `name` inside."""
+    """Make what stands, in the value that describes a tensor subclass, for the tensor `name` inside it."""
     return Opaque(_PLACEHOLDER, (name,), call=True)
 
 
 def split_subclass(x: Opaque, kind: type, what: str) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Split a pickled object of a tensor subclass into (its description as in index/composites.py, with a placeholder
-    for each inner tensor; {name: inner tensor}).
+    """Split a pickled object of a tensor subclass: (the value that describes it, with a placeholder for each tensor
+    inside; {name: tensor inside}).
+
+    The value has "class", "dtype", "shape", "tensors" (their names), "state", and "stride" and "requires_grad" where
+    they are not the usual.
 
     Args:
-        kind: the Python class by which inner tensors are recognised.
-        what: names the object in errors.
+        kind: the Python class by which tensors inside are recognised.
+        what: names the object in messages.
 
     Raises:
         Corrupt: it is not pickled as torch does.
@@ -99,7 +103,13 @@ def split_subclass(x: Opaque, kind: type, what: str) -> tuple[dict[str, Any], di
 
 
 def _replace_tensors(x: Any, at: tuple[str, ...], kind: type, tensors: dict[str, Any]) -> Any:
-    """Replace every tensor in a tree by a placeholder, and add it to `tensors` under the name of its place."""
+    """Return a tree with a placeholder for every tensor in it, which is added to `tensors`, {name: tensor}, under the
+    name of its place.
+
+    Args:
+        at: the keys that lead to the tree.
+        kind: the Python class by which tensors are recognised.
+    """
     if isinstance(x, kind):
         name = ".".join(at)
         tensors[name] = x
@@ -127,10 +137,14 @@ def _replace_tensors(x: Any, at: tuple[str, ...], kind: type, tensors: dict[str,
 
 
 def put_together(found: Composite, tensors: Mapping[str, object]) -> Opaque:
-    """Make the call that makes the object again; `tensors` are what stands for the tensors in the pickle to write.
+    """Make the pickled call that makes a tensor subclass again.
+
+    Args:
+        found: the tensor subclass.
+        tensors: {name of a tensor inside: what stands for it in the pickle to write}.
 
     Raises:
-        Unsupported: only a part of it is an object.
+        Unsupported: it is an object on some ranks only, and a plain tensor on others.
     """
     if "parts" in found.about:
         raise Unsupported(
@@ -142,7 +156,12 @@ def put_together(found: Composite, tensors: Mapping[str, object]) -> Opaque:
 
 
 def rebuild_call(about: Mapping[str, Any], tensors: Mapping[str, Any]) -> Opaque:
-    """Make the call that rebuilds an object from the value that describes it."""
+    """Make the pickled call that rebuilds a tensor subclass.
+
+    Args:
+        about: the value that describes it.
+        tensors: {name of a tensor inside: what stands for it in the pickle to write}.
+    """
     cls = Global(*about["class"])
     shape = tuple(about["shape"])
     strided = Opaque(Global("torch.serialization", "_get_layout"), ("torch.strided",), call=True)
@@ -154,7 +173,7 @@ def rebuild_call(about: Mapping[str, Any], tensors: Mapping[str, Any]) -> Opaque
 
 
 def _insert_tensors(x: object, tensors: Mapping[str, object]) -> Any:
-    """Replace every placeholder by its tensor."""
+    """Return a tree with every placeholder in it replaced by its tensor in `tensors`, {name: tensor}."""
     if isinstance(x, Opaque) and x.cls == _PLACEHOLDER:
         return tensors[x.args[0]]
     return map_children(x, lambda part: _insert_tensors(part, tensors))

@@ -27,7 +27,7 @@ class TensorRef(NamedTuple):
     first: int = 0
 
     def reduce(self) -> tuple[Global, tuple[Any, ...]]:
-        """Return the call by which torch puts the tensor together."""
+        """Return the call by which torch puts the tensor together: (function, arguments)."""
         hooks = Opaque(Global("collections", "OrderedDict"), (), call=True)
         rest = (self.first, self.shape, boxes.strides(self.shape), False, hooks)
         if self.dtype in STORAGE_NAMES:
@@ -40,10 +40,15 @@ class _StorageRef(NamedTuple):
 
 
 def pickle_tree(tree: object) -> bytes:
-    """Write data.pkl of a tree with `TensorRef` for every tensor."""
+    """Make the bytes of data.pkl, the pickle in a torch.save file, from a tree of plain values with a `TensorRef` for
+    every tensor.
+
+    Raises:
+        TypeError: something in it is of a type that no checkpoint has.
+    """
 
     def persistent(x: object) -> tuple[Any, ...] | None:
-        """Return the persistent id of a storage."""
+        """Return the persistent id of a storage; None for anything else."""
         if type(x) is not _StorageRef:
             return None
         t = x.tensor
@@ -55,11 +60,15 @@ def pickle_tree(tree: object) -> bytes:
 
 
 def save_small_file(value: object) -> bytes:
-    """Write a whole torch.save file of a value; `Inline` tensors become tensors."""
+    """Make the bytes of a whole torch.save file of a value; `Inline` tensors become tensors.
+
+    Raises:
+        TypeError: something in it is of a type that no checkpoint has.
+    """
     data: list[bytes] = []
 
     def one(x: object) -> Any:
-        """Replace a tensor by a reference to a record of its own."""
+        """Replace each tensor in a value by a reference to a record of its own."""
         if isinstance(x, Inline):
             data.append(x.data)
             return TensorRef(x.dtype, x.shape, str(len(data) - 1), prod(x.shape))
@@ -77,7 +86,13 @@ def save_small_file(value: object) -> bytes:
 
 
 def make_head(root: str, pkl: bytes) -> tuple[bytes, list[tuple[str, int, int, int, bool]]]:
-    """Write the first bytes of a torch.save file, data.pkl and the small records: (bytes, their directory entries)."""
+    """Make the first bytes of a torch.save file, data.pkl and the small records: (bytes, their entries (name, offset of
+    the header, bytes, CRC32, False) for the zip's directory).
+
+    Args:
+        root: the folder that all records are in.
+        pkl: the bytes of data.pkl.
+    """
     out = bytearray()
     records: list[tuple[str, int, int, int, bool]] = []
     for name, body in (("data.pkl", pkl), ("byteorder", b"little"), (".storage_alignment", b"64"), ("version", b"3\n")):

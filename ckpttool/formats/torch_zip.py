@@ -64,7 +64,7 @@ MAX_PICKLE_BYTES = 256 << 20
 
 
 def _malformed(what: str, problem: str) -> Corrupt:
-    """Make the error for a file that torch.save cannot have written."""
+    """Make the error for a file that torch.save cannot have written: `what` names the file, `problem` is the reason."""
     return Corrupt(f"{what}: {problem}. torch.save does not write that: the file is damaged. Use another copy.")
 
 
@@ -74,6 +74,10 @@ def name_at_save(read_at: ReadAt, length: int) -> str | None:
     It is None for a legacy file, and for one that was written to an open file ("archive").
 
     Source: caffe2/serialize/inline_container.cc, PyTorchStreamWriter::setup.
+
+    Args:
+        read_at: reads bytes (offset, length) of the file.
+        length: bytes of the file.
     """
     head = read_at(0, min(length, 300))
     if not is_zip(head):
@@ -84,11 +88,16 @@ def name_at_save(read_at: ReadAt, length: int) -> str | None:
 
 def refuse_other_rank(read_at: ReadAt, length: int, what: str, allow_equal_ranks: bool) -> list[str]:
     """Refuse the file of a rank if the name under which torch.save wrote it differs from its own in the numbers only:
-    rng_state_1 in rng_state_0.pth. `what` is its path. Returns the notes on it, which are none unless such files are
-    allowed.
+    rng_state_1 in rng_state_0.pth. Return the notes on it, none where all is well.
+
+    Args:
+        read_at: reads bytes (offset, length) of the file.
+        length: bytes of the file.
+        what: its path.
+        allow_equal_ranks: whether such a file only gets a note.
 
     Raises:
-        Corrupt: another rank wrote it.
+        Corrupt: another rank wrote it, and that is not allowed.
     """
     first, stem = name_at_save(read_at, length), what.rpartition("/")[2].rpartition(".")[0]
     if first is None or first == stem or re.sub(r"\d+", "0", first) != re.sub(r"\d+", "0", stem):
@@ -101,11 +110,15 @@ def refuse_other_rank(read_at: ReadAt, length: int, what: str, allow_equal_ranks
 
 
 def refuse_copied(found: str, allow_equal_ranks: bool) -> list[str]:
-    """Refuse a rank's file that was copied over another's, as `found` says; where such files are allowed, return that
-    as a note.
+    """Refuse a rank's file that was copied over another's; where such files are allowed, return the sentence `found` as
+    the only note.
+
+    Args:
+        found: a sentence that says so, without its full stop.
+        allow_equal_ranks: whether they are allowed.
 
     Raises:
-        Corrupt: they are not allowed.
+        Corrupt: they are not.
     """
     if allow_equal_ranks:
         return [MixupNote(found)]
@@ -124,11 +137,20 @@ def read(
 ) -> Any:
     """Read the object in a torch.save file, zip or legacy, with `StoredTensor` for every tensor.
 
-    `read_at(offset, n)` reads the file; the torch file is its bytes [base, base + length). With `later`, a tensor of a
-    kind that is not supported is a `Refused`, for the caller to raise who knows whether it is needed.
+    Args:
+        read_at: reads bytes (offset, length) of the file around it.
+        base, length: where the torch file begins in that, and its bytes.
+        what: names the file in messages.
+        stand_ins: {(module, name): what stands for that class or function}, besides those of torch's tensors; None for
+            none.
+        later: return a tensor of a kind that is not supported as a `Refused`, for the caller to raise who knows whether
+            it is needed.
 
     Raises:
-        Corrupt: incomplete or damaged. Unsafe: it would run code. Unsupported: TorchScript.
+        Corrupt: incomplete or damaged.
+        Unsafe: it would run code, or readers would differ on it.
+        Unsupported: TorchScript, big-endian, another format, or, without `later`, a tensor of a kind that is not
+            supported.
     """
     head = read_at(base, min(other_files.HEAD_BYTES, length))
     if not is_zip(head):
@@ -159,7 +181,12 @@ def read(
     unread: list[tuple[Any, str]] = []
 
     def persistent(pid: object) -> Storage:
-        """Find the record of a storage, and compare its length."""
+        """Find the record of a storage by its persistent id, and compare its length.
+
+        Raises:
+            Corrupt: there is none, or it has another length or dtype.
+            Unsupported: torch has no such storage.
+        """
         dtype, key, numel = _parse_storage_id(pid, what)
         if kinds.setdefault(key, dtype or "uint8") != (dtype or "uint8"):
             raise Corrupt(
@@ -187,13 +214,27 @@ def find_storages(
 
     Calls of what nobody knows are neither made nor refused: that is for `read`.
 
+    Args:
+        data: bytes in which the pickle begins at `start`.
+        what: names the file in messages.
+        stand_ins: {(module, name): what stands for that class or function}, besides those of torch's tensors; None for
+            none.
+
     Raises:
-        Truncated: the bytes end before the pickle does. Corrupt, Unsupported: as `read`.
+        Truncated: the bytes end before the pickle does.
+        Corrupt: it is damaged.
+        Unsafe: it holds an instance of a class that acts when it is created, or has no bound.
+        Unsupported: torch has no such storage, or a tensor is of a kind that is not supported.
     """
     found: dict[str, tuple[int, int]] = {}
 
     def persistent(pid: object) -> Storage:
-        """Remember the size of a storage."""
+        """Remember the size of a storage, given by its persistent id.
+
+        Raises:
+            Corrupt: it is declared twice with different sizes.
+            Unsupported: torch has no such storage.
+        """
         dtype, key, numel = _parse_storage_id(pid[:5] if isinstance(pid, tuple) else pid, what)
         n = numel * (ITEMSIZE[dtype] if dtype else 1)
         if found.setdefault(key, (numel, n)) != (numel, n):
@@ -205,10 +246,12 @@ def find_storages(
 
 
 def _parse_storage_id(pid: object, what: str) -> tuple[str | None, str, int]:
-    """Check the persistent id of a storage: (dtype, None for one without; key; elements).
+    """Check the persistent id of a storage: (dtype, None for an untyped storage; key; number of elements). `what` names
+    the file in messages.
 
     Raises:
-        Corrupt, Unsupported: torch does not write it.
+        Corrupt: torch does not write it.
+        Unsupported: it is of an unknown class.
     """
     if not (isinstance(pid, tuple) and len(pid) == 5 and pid[0] == "storage" and isinstance(pid[1], Global)):
         raise _malformed(what, "the pickle has an unknown kind of reference")
@@ -240,10 +283,12 @@ _MEANING = {
 
 
 def drop_attributes(x: object, state: object, what: str) -> Any:
-    """Return a tensor without the attributes in `state` that torch would give it (torch/_utils.py, _set_obj_state).
+    """Return the tensor `x` as it is, after checking the Python attributes in `state` that torch would give it, which
+    are dropped (torch/_utils.py, _set_obj_state). `what` names the file in messages.
 
     Raises:
-        Corrupt: it is not a tensor. Unsupported: an attribute is the tensor's numbers.
+        Corrupt: `x` is not a tensor.
+        Unsupported: an attribute is the tensor's numbers.
     """
     if not isinstance(x, (StoredTensor, Opaque)):  # a DTensor or ShardedTensor is an Opaque
         raise _malformed(what, f"a tensor is made of {short(x)}")
@@ -258,13 +303,19 @@ def drop_attributes(x: object, state: object, what: str) -> Any:
 
 
 def rebuild_from_type(what: str, func: object, cls: object, args: object, state: object) -> Any:
-    """Return a tensor of a subclass: the dense tensor, where it has a storage or is wrapped around one, or the call as
-    it is pickled (formats/subclasses.py).
+    """Return a tensor of a subclass: the dense tensor, where it has a storage or is wrapped around one, or an `Opaque`
+    of the call as it is pickled.
 
-    Python attributes of a plain tensor (DeepSpeed's flat groups) are not tensor data.
+    Python attributes of a plain tensor (DeepSpeed's flat groups) are dropped.
+
+    Args:
+        what: names the file in messages.
+        func, cls, args, state: the arguments of the pickled call of torch._tensor._rebuild_from_type_v2.
 
     Raises:
-        Unsupported: it is one rank's part of a tensor. Unsafe: its class is none of tensors.
+        Unsupported: it is one rank's part of a tensor, or nested, or has attributes that are its numbers.
+        Unsafe: its class is none of tensors.
+        Corrupt: it contradicts the tensor inside, or is no tensor.
     """
     if func == WRAPPER and isinstance(cls, Global) and isinstance(args, tuple):
         args = tuple(_checked_size(x, what) if isinstance(x, Opaque) and x.cls == _SIZE else x for x in args)
@@ -293,7 +344,8 @@ def rebuild_from_type(what: str, func: object, cls: object, args: object, state:
 
 
 def _describe_bits(bits: object) -> str:
-    """Say what the metadata of a tensor means (torch/_utils.py, set_tensor_metadata; a key acts whatever its value)."""
+    """Return a text that says what the metadata of a tensor means, and what to do (torch/_utils.py,
+    set_tensor_metadata; a key acts whatever its value)."""
     if not isinstance(bits, dict):
         return f"has metadata {short(bits)}, which is not a dict"
     other = [k for k in bits if k not in _MEANING]
@@ -307,11 +359,15 @@ _NAMED = 16  # tensors whose place in the tree is looked for
 
 
 def _refuse_unread(tree: object, unread: list[tuple[Any, str]], what: str, later: bool) -> Any:
-    """Return the tree, after refusing tensors whose numbers are not those of their storage: now, or with `later` where
-    they are needed.
+    """Return the tree if no tensor in it has other numbers than its storage; with `later`, return it with a `Refused`
+    in the place of each that has.
+
+    Args:
+        unread: (tensor, why its numbers are not those of its storage).
+        what: names the file in messages.
 
     Raises:
-        Unsupported: with the tensor's path in dicts and lists.
+        Unsupported: there is such a tensor, and not `later`; with its path in dicts and lists.
     """
     if unread and later:
         reasons = {
@@ -325,13 +381,19 @@ def _refuse_unread(tree: object, unread: list[tuple[Any, str]], what: str, later
 
 
 def _unread_text(tree: object, tensor: object, why: str, what: str) -> str:
-    """Say which tensor is refused and why; without its name where `tree` is None."""
+    """Return the sentence that says which tensor is refused, and why.
+
+    Args:
+        tree: where its name is looked for; None to leave the name out.
+        why: the reason, as what follows "the tensor".
+        what: names the file.
+    """
     name = joined(_path_to(tree, tensor) or ())
     return f'{what}: {f"""tensor "{name}" """ if name else "a tensor "}{why}.'
 
 
 def _path_to(tree: Any, wanted: Any) -> Path | None:
-    """Find where a tensor is in dicts and lists; None where it is not."""
+    """Return the path at which the object `wanted` is in dicts and lists; None where it is not."""
     if tree is wanted:
         return ()
     if isinstance(tree, Opaque):  # a DTensor: its name is where it lies
@@ -357,7 +419,7 @@ class _TensorBuilder:
         self.what, self.unread = what, unread
 
     def stand_ins(self) -> dict[tuple[str, str], Callable[..., Any]]:
-        """{(module, function of torch): what stands for it}."""
+        """Return {(module, function of torch): what stands for it}."""
         return {
             **{("torch._utils", name): self._refusal(kind) for name, kind in _NOT_DENSE.items()},
             ("torch._utils", "_rebuild_tensor"): self.tensor_v1,
@@ -380,10 +442,20 @@ class _TensorBuilder:
         bits: object = None,
         dtype: str | None = None,
     ) -> StoredTensor:
-        """Make the byte range of a tensor, after comparing it with its storage.
+        """Make a tensor, as a range of bytes, of the arguments of torch's functions, after comparing it with its
+        storage.
+
+        Args:
+            storage: its `Storage`.
+            offset: number of its first element in that.
+            size, stride: its shape, and its strides in elements.
+            grad, hooks: whether it requires gradients, and its backward hooks.
+            bits: the metadata of its numbers (conj, neg), None or {} for none.
+            dtype: torch's name of it; None for that of the storage.
 
         Raises:
-            Corrupt: it contradicts its storage. Unsupported: it is much larger than that.
+            Corrupt: it contradicts its storage.
+            Unsupported: it is much larger than that.
         """
         what = self.what
         if not isinstance(storage, Storage):
@@ -424,7 +496,12 @@ class _TensorBuilder:
         dtype: object,
         bits: object = None,
     ) -> StoredTensor:
-        """`_rebuild_tensor_v3`: the dtype is an argument of its own."""
+        """Make a tensor of the arguments of `_rebuild_tensor_v3`: the dtype is an argument of its own.
+
+        Raises:
+            Corrupt: it contradicts its storage, or torch has no such dtype.
+            Unsupported: it is much larger than its storage.
+        """
         if not (isinstance(dtype, Global) and dtype.module == "torch" and dtype.name in ITEMSIZE):
             raise _malformed(self.what, f"a tensor has dtype {short(dtype)}")
         return self._tensor(storage, offset, size, stride, grad, hooks, bits, dtype.name)
@@ -439,25 +516,49 @@ class _TensorBuilder:
         hooks: object,
         bits: object = None,
     ) -> StoredTensor:
-        """`_rebuild_tensor_v2`: the dtype is that of the storage."""
+        """Make a tensor of the arguments of `_rebuild_tensor_v2`: the dtype is that of the storage.
+
+        Raises:
+            Corrupt: it contradicts its storage.
+            Unsupported: it is much larger than that.
+        """
         return self._tensor(storage, offset, size, stride, grad, hooks, bits)
 
     def tensor_v1(self, storage: object, offset: object, size: object, stride: object) -> StoredTensor:
-        """`_rebuild_tensor`: without gradient and hooks."""
+        """Make a tensor of the arguments of `_rebuild_tensor`: without gradient and hooks.
+
+        Raises:
+            Corrupt: it contradicts its storage.
+            Unsupported: it is much larger than that.
+        """
         return self._tensor(storage, offset, size, stride)
 
     def parameter(self, data: object, grad: object, hooks: object) -> Any:
-        """`_rebuild_parameter`: the tensor inside a Parameter."""
+        """Return the tensor inside a Parameter, from the arguments of `_rebuild_parameter`.
+
+        Raises:
+            Corrupt: it is no tensor, or one that cannot require gradients does.
+        """
         return self.parameter_with_state(data, grad, hooks, None)
 
     def parameter_with_state(self, data: object, grad: object, hooks: object, state: object) -> Any:
-        """`_rebuild_parameter_with_state`: a Parameter with Python attributes, which are dropped."""
+        """Return the tensor inside a Parameter, from the arguments of `_rebuild_parameter_with_state`; its Python
+        attributes, `state`, are dropped.
+
+        Raises:
+            Corrupt: it is no tensor, or one that cannot require gradients does.
+            Unsupported: an attribute is the tensor's numbers.
+        """
         self._check_grad(data, grad)
         self._note_hooks(data, hooks)
         return drop_attributes(data, state, self.what)
 
     def memory_layout(self, name: object) -> Global:
-        """`_get_layout`: torch.strided by its name."""
+        """Return torch.strided, or another memory layout, by its name, the argument of `_get_layout`.
+
+        Raises:
+            Corrupt: the name is no text.
+        """
         if not isinstance(name, str):
             raise _malformed(self.what, f"a tensor has the memory layout {short(name)}")
         return Global("torch", name.rpartition(".")[2])
@@ -472,12 +573,12 @@ class _TensorBuilder:
             raise _malformed(self.what, f"{short(x)} has requires_grad {short(grad)}, which torch refuses")
 
     def _note_hooks(self, x: object, hooks: object) -> None:
-        """Remember a tensor that has backward hooks."""
+        """Remember a tensor that has backward hooks as one that is not read."""
         if hooks:
             self.unread.append((x, "has backward hooks, which are code"))
 
     def _refusal(self, kind: str) -> Callable[..., Any]:
-        """Make a stand-in that refuses tensors of a kind."""
+        """Make a stand-in that raises Unsupported for tensors of a kind, such as "sparse"."""
 
         def refuse(*_: Any) -> Any:
             raise Unsupported(
@@ -500,14 +601,20 @@ _NOT_DENSE = {
 
 
 def _tensor_stand_ins(what: str, unread: list[tuple[Any, str]], later: bool = False) -> dict[tuple[str, str], Any]:
-    """Stand-ins for torch's functions that put a tensor together (`_TensorBuilder`); with `later`, those that are
-    refused are a `Refused`."""
+    """Return stand-ins for torch's functions that put a tensor together: {(module, function): what stands for it}.
+
+    Args:
+        what: names the file in messages.
+        unread: gets (tensor, reason) for each whose numbers are not those of its storage.
+        later: return a tensor that is refused as a `Refused`, instead of raising Unsupported.
+    """
     calls = _TensorBuilder(what, unread).stand_ins()
     return {name: _defer_refusals(f) for name, f in calls.items()} if later else calls
 
 
 def _defer_refusals(f: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap a function so that it returns a `Refused` instead of raising Unsupported, and takes one for a tensor."""
+    """Return the function so wrapped that it returns a `Refused` instead of raising Unsupported, and returns one that
+    it is given as an argument."""
 
     def call(*args: Any) -> Any:
         """Call the function, unless an argument is refused already."""
@@ -526,12 +633,13 @@ _SIZE = Global("torch", "Size")
 
 
 def size_stand_in(what: str) -> dict[tuple[str, str], Any]:
-    """Make the stand-in for torch.Size of a format that has sizes of its own: a tuple, until it is found in a value."""
+    """Return the stand-in for torch.Size, {("torch", "Size"): function}, of a format that has sizes of its own: it
+    makes a `Size`, a tuple. `what` names the file in messages."""
     return {_SIZE: lambda items=(): Size(_checked_size(items, what))}
 
 
 def _checked_size(x: object, what: str) -> tuple[int, ...]:
-    """Return the size of a tensor as a tuple.
+    """Return the size or the strides of a tensor, as pickled, as a tuple; `what` names the file in messages.
 
     Raises:
         Corrupt: it is not up to 64 integers.
@@ -548,8 +656,18 @@ def _read_legacy(
 ) -> Any:
     """Read a file of `torch.save(..., _use_new_zipfile_serialization=False)`; torch/serialization.py, _legacy_save.
 
+    Args:
+        read_at: reads bytes (offset, length) of the file around it.
+        base, length: where the torch file begins in that, and its bytes.
+        what: names the file in messages.
+        stand_ins: {(module, name): what stands for that class or function}, besides those of torch's tensors.
+        later: return a tensor of a kind that is not supported as a `Refused`.
+
     Raises:
-        As `read`.
+        Corrupt: incomplete, damaged, or no torch.save file.
+        Unsafe: it would run code.
+        Unsupported: big-endian, a plain pickle or another format, or, without `later`, a tensor of a kind that is not
+            supported.
     """
     magic = b"\x8a\x0al\xfc\x9cF\xf9 j\xa8P\x19."  # LONG1 of 0x1950a86a20f9469cfc6c
     head = read_at(base, min(length, 32))
@@ -577,7 +695,11 @@ def _read_legacy(
 
 
 def _first_bytes(read_at: ReadAt, base: int, length: int) -> bytes:
-    """Read the first bytes of a file that is patched: as many as are there."""
+    """Read `length` bytes at `base` of a file that may have been repaired after it was cut off: as many as are there.
+
+    Raises:
+        LostBytes: none is there.
+    """
     try:
         return read_at(base, length)
     except LostBytes as e:
@@ -593,18 +715,34 @@ class _Cut(Exception):
 def _parse_legacy(
     data: bytes, read_at: ReadAt, base: int, length: int, what: str, stand_ins: dict[tuple[str, str], Any], later: bool
 ) -> Any:
-    """Parse the pickles of a legacy file, of which `data` are the first bytes, and find its storages behind them.
+    """Parse the pickles of a legacy torch.save file, and find its storages behind them: the object, with `StoredTensor`
+    for every tensor.
+
+    Args:
+        data: the first bytes of the torch file.
+        read_at: reads bytes (offset, length) of the file around it.
+        base, length: where the torch file begins in that, and its bytes.
+        what: names the file in messages.
+        stand_ins: {(module, name): what stands for that class or function}, besides those of torch's tensors.
+        later: return a tensor of a kind that is not supported as a `Refused`.
 
     Raises:
-        _Cut: the pickles do not end within `data`. Corrupt: pickles and storages disagree. Unsupported: big-endian, or
-            of torch < 0.4.
+        _Cut: the pickles do not end within `data`.
+        Corrupt: pickles and storages disagree, or the file is damaged.
+        Unsafe: it would run code.
+        Unsupported: big-endian, of torch < 0.4, or, without `later`, a tensor of a kind that is not supported.
     """
     wanted: dict[str, tuple[str | None, int]] = {}
     numbers: dict[str, int] = {}
     unread: list[tuple[Any, str]] = []
 
     def persistent(pid: object) -> Any:
-        """Remember a storage, whose place is known after the pickles."""
+        """Remember a storage, given by its persistent id; where its bytes are is known after the pickles.
+
+        Raises:
+            Corrupt: it is declared twice with different types, or torch does not write it.
+            Unsupported: it is of torch < 0.4, or of an unknown class.
+        """
         if isinstance(pid, tuple) and len(pid) == 6 and pid[5] is not None:
             raise Unsupported(f"{what}: a storage view of torch < 0.4.")
         dtype, key, numel = _parse_storage_id(pid[:5] if isinstance(pid, tuple) and len(pid) == 6 else None, what)

@@ -64,10 +64,16 @@ class TorchFiles:
         self.ends: dict[tuple[str, int], int] = {}
 
     def add(self, name: str, tree: object, storages: Mapping[str, int], root: str = "archive") -> int:
-        """Add a file of a tree of plain values with `TensorRef` and `Inline` tensors; returns its number.
+        """Add a file that holds a tree of plain values with `TensorRef` and `Inline` tensors, and return its number.
 
         Args:
-            storages: {key: bytes}, in the order in which their records shall lie; those of `Inline` tensors are added.
+            name: of the file.
+            storages: {key: bytes} of the storages that the `TensorRef` are in, in the order in which their records
+                shall lie; those of `Inline` tensors are added.
+            root: the folder that all records of the zip are in.
+
+        Raises:
+            TypeError: something in the tree is of a type that no checkpoint has.
         """
         inline: list[bytes] = []
         tree = _number_inline(tree, len(storages), inline)
@@ -91,19 +97,19 @@ class TorchFiles:
         return len(self.files) - 1
 
     def literal(self, name: str, data: bytes) -> int:
-        """Add a file whose bytes are all known; returns its number."""
+        """Add a file whose bytes are all known, and return its number."""
         self.names.append(name)
         self.files.append(data)
         return len(self.files) - 1
 
     def offset(self, file: int, key: str) -> int:
-        """Return where a storage begins in its file."""
+        """Return the byte at which the storage `key` begins in file number `file`, which has storages."""
         f = self.files[file]
         assert isinstance(f, _File)
         return f.places[key]
 
     def sizes(self) -> list[int]:
-        """Return the bytes of every file; of those with records to come, a bound."""
+        """Return the size of every file in bytes; of files with storages, an upper bound."""
         out = []
         for f in self.files:
             if isinstance(f, bytes):
@@ -131,11 +137,13 @@ class TorchFiles:
         """Make the draft of a checkpoint whose chunks are in these files, which become its `files` and `sizes`.
 
         Args:
+            checkpoint: the index of what will be written.
+            sources: {name of a tensor: the tensor of the source that fills it}.
             recorded: end every file with a record `ckpttool.json` of the digests.
             salvage: {name: "exact", "rebuilt: how", "missing: why"}, a record `ckpttool-salvage.json`; what was rebuilt
-                has no digest.
-            values: {value: its digest}, a record `ckpttool-values.json`.
-            dropped, aliases, notes, synthesized_tensors, synthesized_values, changed: those of `Draft`.
+                has no digest. None for no such record.
+            values: {value: its digest}, a record `ckpttool-values.json`; None for no such record.
+            dropped, aliases, notes, synthesized_tensors, synthesized_values, changed: those of `Draft`; None for empty.
         """
         checkpoint = replace(checkpoint, files=self.names, sizes=self.sizes())
         framing = _Framing(self.files, checkpoint, recorded, salvage or {}, values or {})
@@ -169,13 +177,26 @@ class _Framing(NamedTuple):
     values: Mapping[str, str]
 
     def before(self, name: str, t: TensorEntry, row: int, written: Sequence[Written]) -> bytes:
-        """Make the bytes between the last chunk written and a chunk (`Draft.before`)."""
+        """Make the bytes between the last chunk written and a chunk of the same file: padding, and the ends and headers
+        of records.
+
+        Args:
+            name, t, row: the chunk: row number `row` of the tensor `t`, named `name`.
+            written: (tensor, chunk, CRC32) of the chunks of that file so far.
+        """
         f = self.files[t.chunks.file[row]]
         assert isinstance(f, _File)
         return self._bytes_between(f, self._end_of(written, f), t.chunks.offset[row], written)
 
     def tail(self, file: int, written: Sequence[Written], digests: Mapping[str, object]) -> bytes:
-        """Make the last bytes of a file: padding, records of ckpttool's own, and the directory (`Draft.tail`)."""
+        """Make the last bytes of a file: padding, records of ckpttool's own, and the zip's directory; b"" of a file
+        whose bytes are all known.
+
+        Args:
+            file: its number.
+            written: (tensor, chunk, CRC32) of all its chunks, in order.
+            digests: {name of a tensor: its digest}, for the records.
+        """
         f = self.files[file]
         if isinstance(f, bytes):
             return b""
@@ -194,7 +215,8 @@ class _Framing(NamedTuple):
         return out + zip_bytes.central_directory(entries, at)
 
     def _own_records(self, digests: Mapping[str, object]) -> dict[str, dict[str, Any]]:
-        """Collect the content of the records that ckpttool adds to every file, by name."""
+        """Return the records that ckpttool adds to every file: {name: content as JSON}. `digests` is {name of a tensor:
+        its digest}."""
         out: dict[str, dict[str, Any]] = {}
         if self.recorded:
             rebuilt = {n for n, state in self.salvage.items() if state.startswith("rebuilt")}
@@ -206,7 +228,8 @@ class _Framing(NamedTuple):
         return out
 
     def _end_of(self, written: Sequence[Written], f: _File) -> int:
-        """Return where the last chunk written ends, or the head of its file."""
+        """Return the byte at which the last chunk written, (tensor, chunk, CRC32), ends in its file; where the head of
+        the file ends, if none was."""
         if not written:
             return len(f.head)
         name, row, _ = written[-1]
@@ -214,7 +237,12 @@ class _Framing(NamedTuple):
         return c.offset[row] + c.length[row]
 
     def _bytes_between(self, f: _File, a: int, b: int, written: Sequence[Written]) -> bytes:
-        """Make bytes [a, b) of a file, in which no chunk lies: padding, and the ends and headers of records."""
+        """Make bytes [a, b) of a file, in which no chunk lies: padding, and the ends and headers of records. `written`
+        are (tensor, chunk, CRC32) of its chunks so far.
+
+        Raises:
+            AssertionError: the bytes end in the middle of a header.
+        """
         out, at = bytearray(), a
         for hole in self._records_from(f, a):
             if at == hole.header and at < b:
@@ -236,17 +264,19 @@ class _Framing(NamedTuple):
 
     @staticmethod
     def record_at(f: _File, offset: int) -> int:
-        """Return where the record that a byte lies in begins."""
+        """Return the byte at which the record, the stored bytes of one storage, begins that the byte at `offset` lies
+        in."""
         return f.holes[bisect_right(f.holes, offset, key=lambda hole: hole.offset) - 1].offset
 
     @staticmethod
     def _records_from(f: _File, at: int) -> Iterator[_PendingRecord]:
-        """Yield the records to come that end at or after a byte."""
+        """Yield those records of storages in a file that end at or after byte `at`."""
         first = bisect_left(f.holes, at, key=lambda hole: hole.offset + hole.length)
         return (f.holes[i] for i in range(first, len(f.holes)))
 
     def _first_chunk_in(self, hole: _PendingRecord, written: Sequence[Written]) -> int:
-        """Return the number of the first of the last chunks written that lie in a record."""
+        """Return the index in `written`, (tensor, chunk, CRC32) of the chunks so far, of the first of the last ones
+        that lie in a record; their number if none does."""
         k = len(written)
         while k:
             name, row, _ = written[k - 1]
@@ -256,8 +286,14 @@ class _Framing(NamedTuple):
         return k
 
     def _crc_of_record(self, hole: _PendingRecord, written: Sequence[Written], k: int) -> tuple[int, int]:
-        """Put together the CRC32 of a record whose chunks are written[k], ...: (CRC32, number of the first chunk after
-        it)."""
+        """Put together the CRC32 of a record from those of its chunks and of the padding between: (CRC32, index in
+        `written` of the first chunk after the record).
+
+        Args:
+            hole: the record.
+            written: (tensor, chunk, CRC32) of the chunks of its file, in order.
+            k: index of the first chunk that lies in the record.
+        """
         crc, at, end = 0, hole.offset, hole.offset + hole.length
         while k < len(written):
             name, row, part = written[k]
@@ -274,10 +310,12 @@ class _Framing(NamedTuple):
 
 
 def _number_inline(x: object, first: int, inline: list[bytes], done: dict[int, Any] | None = None) -> Any:
-    """Replace small tensors inside values by tensors of their own storages, numbered from `first`, and add their bytes
-    to `inline`.
+    """Return a value with its small tensors as references to storages of their own, and add their bytes to `inline`.
+    What is there twice stays one object.
 
-    What is there twice stays one object; `done` is {id: what became of it}.
+    Args:
+        first: the number of the storage of the first of them.
+        done: {id of an object: what became of it}; None at the outermost call.
     """
     done = {} if done is None else done
     if id(x) in done:

@@ -37,11 +37,17 @@ def ends_like_zip(read_at: ReadAt, length: int) -> bool:
 
 
 def repair_torch_file(read_at: ReadAt, length: int, what: str) -> Patch | None:
-    """Say how a torch.save file that was cut off should be; None where nothing is missing.
+    """Return what a torch.save file that was cut off should be, as a patch; None where nothing is missing.
+
+    Args:
+        read_at: reads bytes (offset, length) of the file.
+        length: bytes of the file.
+        what: names it in messages.
 
     Raises:
-        Corrupt: it was cut off before its first record, or something else is wrong with it. Unsafe: its pickle would
-            run code.
+        Corrupt: it was cut off before its first record, or something else is wrong with it.
+        Unsafe: its pickle would run code, or has no bound.
+        Unsupported: it holds tensors of a kind that is not supported.
     """
     head = read_at(0, min(length, 64))
     if zip_bytes.is_zip(head):
@@ -62,16 +68,23 @@ class _FoundRecord(NamedTuple):
 
 
 def _window_sizes(length: int) -> list[int]:
-    """List how many of the first bytes to look for a pickle in: mostly few suffice."""
+    """Return how many of the first bytes to look for a pickle in, the smallest first, since mostly few suffice;
+    `length` is how many there are."""
     out = [min(length, n) for n in (1 << 20, 16 << 20, torch_zip.MAX_PICKLE_BYTES)]
     return sorted(set(out))
 
 
 def _read_storages(read_at: ReadAt, start: int, length: int, what: str) -> tuple[dict[str, tuple[int, int]], int]:
-    """Read the storages that the pickle at `start` refers to, {key: (elements, bytes)}, and where it ends in the file.
+    """Find the storages that a pickle in a file refers to: ({key: (elements, bytes)}, the byte at which the pickle
+    ends).
+
+    Args:
+        read_at: reads bytes (offset, length) of the file.
+        start, length: the byte at which the pickle begins, and the bytes of the file.
+        what: names it in messages.
 
     Raises:
-        Corrupt: the file was cut off within it.
+        Corrupt: the file was cut off within it, or it is damaged.
     """
     for window in _window_sizes(length - start):
         try:
@@ -85,8 +98,13 @@ def _read_storages(read_at: ReadAt, start: int, length: int, what: str) -> tuple
 
 
 def _repair_zip(read_at: ReadAt, length: int, what: str) -> Patch:
-    """Say how a zip should be of which the last bytes are missing: what records and which directory belong behind its
-    end.
+    """Return what a zip of torch.save should be of which the last bytes are missing: the records and the directory that
+    belong behind its end, as a patch.
+
+    Args:
+        read_at: reads bytes (offset, length) of the file.
+        length: bytes of the file.
+        what: names it in messages.
 
     Raises:
         Corrupt: the sizes of its tensors are not known.
@@ -139,7 +157,8 @@ def _repair_zip(read_at: ReadAt, length: int, what: str) -> Patch:
 
 
 def _read_local_header(read_at: ReadAt, at: int, length: int) -> tuple[str, int, int, int, int] | None:
-    """Read the local header at `at`: (name, flags, CRC32, bytes, where they begin); None where none is whole."""
+    """Read the header before a record of a zip: (name, flags, CRC32, bytes of the record, where they begin); None where
+    no whole header is at byte `at`, or the record is compressed. `length` is the bytes of the file."""
     if at + 30 > length:
         return None
     raw = read_at(at, 30)
@@ -163,7 +182,8 @@ def _read_local_header(read_at: ReadAt, at: int, length: int) -> tuple[str, int,
 
 
 def _read_descriptor(read_at: ReadAt, at: int, length: int, size: int) -> tuple[int, int] | None:
-    """Read the data descriptor at `at` of a record of `size` bytes: (CRC32, its end); None where there is none."""
+    """Read the data descriptor at byte `at`, which follows a record of `size` bytes: (CRC32, the byte after the
+    descriptor); None where there is none. `length` is the bytes of the file."""
     raw = read_at(at, min(28, length - at)) if at < length else b""
     wide = len(raw) >= 24 and struct.unpack("<2Q", raw[8:24]) == (size, size)
     narrow = len(raw) >= 16 and struct.unpack("<2I", raw[8:16]) == (size, size)
@@ -182,7 +202,8 @@ def _cut_inside(read_at: ReadAt, end: int, length: int) -> bool:
 
 
 def _small_record_length(read_at: ReadAt, offset: int, length: int) -> int | None:
-    """Find the length of a record whose size nothing says by the data descriptor behind it; None where none follows."""
+    """Find the length of a small record that begins at byte `offset`, and whose size nothing says, by the data
+    descriptor behind it; None where none follows. `length` is the bytes of the file."""
     window = read_at(offset, min(_SMALL_RECORD, length - offset))
     at = window.find(b"PK\x07\x08")
     while at >= 0:
@@ -193,10 +214,15 @@ def _small_record_length(read_at: ReadAt, offset: int, length: int) -> int | Non
 
 
 def _repair_legacy(read_at: ReadAt, length: int, what: str) -> Patch | None:
-    """Say how a legacy torch.save file should be; None where nothing is missing.
+    """Return what a legacy torch.save file that was cut off should be, as a patch; None where nothing is missing.
+
+    Args:
+        read_at: reads bytes (offset, length) of the file.
+        length: bytes of the file.
+        what: names it in messages.
 
     Raises:
-        Corrupt: it was cut off within its pickles.
+        Corrupt: it was cut off within its pickles, or they contradict each other.
     """
     for window in _window_sizes(length):
         try:
@@ -224,7 +250,12 @@ def _repair_legacy(read_at: ReadAt, length: int, what: str) -> Patch | None:
 
 
 def repair_safetensors_file(read_at: ReadAt, length: int, what: str) -> Patch | None:
-    """Say how a safetensors file that was cut off should be; None where nothing is missing.
+    """Return what a safetensors file that was cut off should be, as a patch; None where nothing is missing.
+
+    Args:
+        read_at: reads bytes (offset, length) of the file.
+        length: bytes of the file.
+        what: names it in messages.
 
     Raises:
         Corrupt: it was cut off within its header, or is not such a file.

@@ -58,7 +58,7 @@ _DEEPEST = MAX_DEPTH + 2  # the file is a dict of dicts itself
 
 
 def encode(values: Mapping[str, Value]) -> bytes:
-    """Write the bytes of values.json.
+    """Make the bytes of values.json, the file of all that is no tensor, from {name: Value}.
 
     Raises:
         Unsupported: a value holds itself, is nested too deep, or is of a type that no checkpoint has.
@@ -73,10 +73,10 @@ def encode(values: Mapping[str, Value]) -> bytes:
 
 
 def encode_one(value: Value) -> bytes:
-    """Write path and data of one value, spelled as in a line of values.json.
+    """Make the bytes of path and data of one value, spelled as in a line of values.json.
 
     Raises:
-        Unsupported: as `encode`.
+        Unsupported: it holds itself, is nested too deep, or is of a type that no checkpoint has.
     """
     writer = _Writer()
     writer.name = joined(value.path)
@@ -84,7 +84,7 @@ def encode_one(value: Value) -> bytes:
 
 
 def _path_as_json(path: Path) -> list[str | int]:
-    """Write a path as JSON has it.
+    """Return a path as a list for JSON.
 
     The number of a parameter becomes text, as in DCP; the param groups list it as a number (index/trees.py).
     """
@@ -100,8 +100,15 @@ class _Writer:
         self.labels: set[int] | None = None  # of the outermost instance that is being written
 
     def pairs(self, x: dict[Any, Any], edge: str = "", comma: str = ", ") -> str:
-        """Write a dict; `edge` and `comma` stand around and between its items. With an `edge`, its keys are the names
-        of values."""
+        """Return the text of a dict.
+
+        Args:
+            edge: stands before the first and after the last item; if it is not "", the keys are names of values.
+            comma: stands between items.
+
+        Raises:
+            Unsupported: something inside holds itself, is nested too deep, or is of a type that no checkpoint has.
+        """
         plain = all(type(k) is str and k[:1] != "$" and _is_valid_unicode(k) for k in x)
         rows = []
         for k, v in x.items():
@@ -112,10 +119,10 @@ class _Writer:
         return f"{{{inner}}}" if plain else f'{{"$dict": [{inner}]}}'
 
     def text(self, x: Any) -> str:
-        """Write any value.
+        """Return the text of any value.
 
         Raises:
-            Unsupported: it holds itself, or is nested too deep.
+            Unsupported: it holds itself, is nested too deep, or is of a type that no checkpoint has.
         """
         kind = type(x)
         leaf = _LEAVES.get(kind)
@@ -133,7 +140,7 @@ class _Writer:
             self.above.discard(id(x))
 
     def container(self, x: Any, kind: type) -> str:
-        """Write a value that holds others.
+        """Return the text of a value that holds others; `kind` is its type.
 
         Raises:
             Unsupported: it is of a type that no checkpoint has, or refers to an instance that it does not hold.
@@ -164,11 +171,11 @@ class _Writer:
         )
 
     def items(self, x: Iterable[object]) -> str:
-        """Write a list of values."""
+        """Return the text of a list of values."""
         return f"[{', '.join(map(self.text, x))}]"
 
     def instance(self, x: Opaque) -> str:
-        """Write the inside of an instance's object.
+        """Return the text of what is inside the braces of an instance's "$object".
 
         Raises:
             Unsupported: two instances have one label.
@@ -208,7 +215,7 @@ def _is_valid_unicode(text: str) -> bool:
 
 
 def _show_name(name: object) -> str:
-    """Show the name of a value in a message, in ASCII and not too long."""
+    """Return the name of a value for a message, in ASCII and not too long."""
     text = ascii(name)[1:-1]
     return text if len(text) < 200 else text[:197] + "..."
 
@@ -251,13 +258,17 @@ _LEAVES: dict[type, Callable[[Any], str]] = {
 
 
 def to_json_tree(held: Mapping[str, Value]) -> dict[str, Any]:
-    """Return the content of values.json as a tree of JSON, to be a part of another file."""
+    """Return the content of values.json for values, {name: Value}, as a tree of JSON, to be a part of another file.
+
+    Raises:
+        Unsupported: a value holds itself, is nested too deep, or is of a type that no checkpoint has.
+    """
     tree: dict[str, Any] = json.loads(encode(held))
     return tree
 
 
 def from_json_tree(tree: object) -> dict[str, Value]:
-    """Read what `to_json_tree` gave.
+    """Read values, {name: Value}, from the tree of JSON that `to_json_tree` returned.
 
     Raises:
         ValueError, TypeError: it is something else.
@@ -269,10 +280,15 @@ def from_json_tree(tree: object) -> dict[str, Value]:
 
 
 def decode(data: bytes, what: str) -> dict[str, Value]:
-    """Read the values of a values.json, which is not trusted.
+    """Read the values of a values.json, which is not trusted: {name: Value}.
+
+    Args:
+        data: the bytes of the file.
+        what: names it in messages.
 
     Raises:
-        Corrupt: damaged, or other bytes than `encode` writes. Unsafe: a key twice, or nested too deep.
+        Corrupt: damaged, or other bytes than `encode` writes.
+        Unsafe: a key twice, or nested too deep.
     """
     tree = bounded_json.parse(data, what)
     try:
@@ -286,7 +302,7 @@ def decode(data: bytes, what: str) -> dict[str, Value]:
 
 
 def _read_row(name: object, row: object) -> Value:
-    """Read path and data of one value.
+    """Read path and data of the value `name` from its entry.
 
     Raises:
         ValueError: they are something else, or the path is not that of the name.
@@ -300,10 +316,10 @@ def _read_row(name: object, row: object) -> Value:
 
 
 def _read_value(x: object, depth: int) -> Any:
-    """Read what a piece of JSON stands for.
+    """Return the value that a piece of JSON stands for; `depth` is how many others are around it.
 
     Raises:
-        ValueError: it is nested too deep, or has an unknown "$" key.
+        ValueError, TypeError: it is nested too deep, has an unknown "$" key, or stands for nothing.
     """
     if not isinstance(x, (list, dict)):
         return x
@@ -320,7 +336,7 @@ def _read_value(x: object, depth: int) -> Any:
 
 
 def _read_list(x: object, depth: int) -> list[Any]:
-    """Read a list of values.
+    """Read a list of values; `depth` is how many pieces of JSON are around them.
 
     Raises:
         ValueError: it is no list.
@@ -331,16 +347,27 @@ def _read_list(x: object, depth: int) -> list[Any]:
 
 
 def _read_pair(x: object, depth: int) -> tuple[Any, Any]:
+    """Read a key and its value from a list of two.
+
+    Raises:
+        ValueError: it is something else.
+    """
     key, value = _read_list(x, depth)
     return key, value
 
 
 def _read_dict(x: object, depth: int) -> dict[Any, Any]:
+    """Read a dict from a list of [key, value].
+
+    Raises:
+        ValueError: it is something else.
+        TypeError: a key cannot be hashed.
+    """
     return dict(_read_pairs(x, depth))
 
 
 def _read_pairs(x: object, depth: int) -> list[tuple[Any, Any]]:
-    """Read the items of a dict.
+    """Read the items of a dict, a list of [key, value]; `depth` is how many pieces of JSON are around them.
 
     Raises:
         ValueError: they are not pairs.
@@ -351,7 +378,7 @@ def _read_pairs(x: object, depth: int) -> list[tuple[Any, Any]]:
 
 
 def _check_str(x: object) -> str:
-    """Return a text.
+    """Return `x` if it is a text.
 
     Raises:
         ValueError: it is something else.
@@ -362,11 +389,20 @@ def _check_str(x: object) -> str:
 
 
 def _read_bytes(x: object) -> bytes:
+    """Decode bytes from base64.
+
+    Raises:
+        ValueError: it is something else.
+    """
     return base64.b64decode(_check_str(x), validate=True)
 
 
 def _read_float(x: Any) -> float:
-    """Read a float that JSON has no number for."""
+    """Read a float that JSON has no number for: "inf", "-inf" or "nan:" with its bits in hexadecimal.
+
+    Raises:
+        ValueError: it is something else.
+    """
     if _check_str(x).startswith("nan:"):
         found: float = struct.unpack(">d", bytes.fromhex(x[4:]).rjust(8, b"\0")[:8])[0]
         return found
@@ -386,6 +422,11 @@ def _read_complex(x: object, depth: int) -> complex:
 
 
 def _read_global(x: object, depth: int) -> Global:
+    """Read a name in a module from a list of the two.
+
+    Raises:
+        ValueError: it is something else.
+    """
     module, name = map(_check_str, _read_list(x, depth))
     return Global(module, name)
 
@@ -394,10 +435,10 @@ _PARTS = {"class", "call", "label", "args", "state", "list", "dict"}
 
 
 def _read_object(x: object, depth: int) -> Opaque:
-    """Read the record of an instance.
+    """Read the record of an instance from the content of its "$object".
 
     Raises:
-        ValueError: it has no class, or more than objects have.
+        ValueError: it has no class, or keys that objects do not have.
     """
     if type(x) is not dict or not x.keys() <= _PARTS or "class" not in x:
         raise ValueError("an object without a class, or with more than objects have")
@@ -410,10 +451,10 @@ def _read_object(x: object, depth: int) -> Opaque:
 
 
 def _check_label(x: object) -> int:
-    """Return the label of an instance.
+    """Return `x` if it is a number that an instance may have as its label.
 
     Raises:
-        ValueError: it is not a number from 0.
+        ValueError: it is not a whole number from 0.
     """
     if type(x) is not int or x < 0:
         raise ValueError("a label that is no number")
@@ -421,7 +462,7 @@ def _check_label(x: object) -> int:
 
 
 def _read_tensor(x: object, depth: int) -> Inline:
-    """Read a small tensor.
+    """Read a small tensor from its dtype, shape and data in base64.
 
     Raises:
         ValueError: torch has no such dtype or shape, or the bytes are not as many.

@@ -38,13 +38,13 @@ _LOCAL = struct.Struct("<4s5H3I2H")
 
 
 def first_record_name(head: bytes) -> str:
-    """Return the name of the first record of a zip, whose local header is in `head`."""
+    """Return the name of the first record of a zip; `head` are the first bytes of the file, at least 30."""
     n: int = _LOCAL.unpack(head[:30])[9]
     return head[30 : 30 + n].decode("utf-8", "replace")
 
 
 def torchscript_error(what: str) -> Unsupported:
-    """Make the error for an archive of torch.jit.save."""
+    """Make the error for an archive of torch.jit.save; `what` names the file."""
     return Unsupported(f"{what}: this is a TorchScript archive, which is a program. Save model.state_dict() instead.")
 
 
@@ -63,10 +63,17 @@ def is_zip(head: bytes) -> bool:
 
 
 def zip_records(read_at: ReadAt, base: int, length: int, what: str) -> dict[str, ZipRecord]:
-    """Read and prove the directory of the zip in bytes [base, base + length): records by name without the root folder.
+    """Read and prove the directory of a zip: {name of a record without the root folder: record}.
+
+    Args:
+        read_at: reads bytes (offset, length) of the file around it.
+        base, length: where the zip begins in that, and its bytes.
+        what: names the file in messages.
 
     Raises:
-        Corrupt: not a whole zip. Unsafe: one that different readers would read differently. Unsupported: TorchScript.
+        Corrupt: not a whole zip.
+        Unsafe: one that different readers would read differently.
+        Unsupported: TorchScript.
     """
     tail_length = min(length, 22 + 20 + 56)
     tail = read_at(base + length - tail_length, tail_length)
@@ -151,8 +158,12 @@ class DirectoryEntry(NamedTuple):
 
 
 def directory_entries(read_at: ReadAt, length: int) -> tuple[list[DirectoryEntry], int]:
-    """Read the directory of a zip of `length` bytes that `zip_records` has proved: (entries, where the directory
-    begins)."""
+    """Read the directory of a zip that `zip_records` has proved: (entries, the byte at which the directory begins).
+
+    Args:
+        read_at: reads bytes (offset, length) of the zip.
+        length: bytes of the zip.
+    """
     tail_length = min(length, 98)
     tail = read_at(length - tail_length, tail_length)
     count, size, at = _EOCD.unpack(tail[-22:])[4:7]
@@ -174,7 +185,13 @@ def directory_entries(read_at: ReadAt, length: int) -> tuple[list[DirectoryEntry
 
 
 def _apply_zip64(extra: bytes, packed: int, size: int, header: int, what: str) -> tuple[int, int, int]:
-    """Replace the sizes and the offset that do not fit 32 bits by those of the zip64 field: (packed, size, header).
+    """Return (packed, size, header) with those that do not fit 32 bits taken from the zip64 field of a directory entry.
+
+    Args:
+        extra: the extra fields of the entry.
+        packed, size: compressed and plain bytes of the record.
+        header: offset of its local header.
+        what: names the file in messages.
 
     Raises:
         Corrupt: the field is too short.
@@ -203,12 +220,21 @@ def _locate_data(
     root: str,
     what: str,
 ) -> dict[str, ZipRecord]:
-    """Turn header offsets into data offsets, after comparing every local header with the directory.
+    """Return {name: record} with the offsets of the data in place of those of the headers, after comparing every local
+    header with the directory.
 
-    `spans` are (header, bytes of the name) of the records, `end` is where the directory begins.
+    Args:
+        read_at: reads bytes (offset, length) of the file around the zip.
+        base: where the zip begins in that.
+        found: {name without the root folder: record, whose offset is that of its header in the zip}.
+        spans: (offset of the header, bytes of the name) of the records, in the same order.
+        end: where the directory begins in the zip.
+        root: the folder that all records are in.
+        what: names the file in messages.
 
     Raises:
-        Unsafe: a header disagrees, or records overlap. Corrupt: a record reaches past the end.
+        Unsafe: a header disagrees, or records overlap.
+        Corrupt: a record reaches past the end.
     """
     out: dict[str, ZipRecord] = {}
     previous = 0
@@ -237,10 +263,14 @@ DATA_DESCRIPTOR_BYTES = 24  # signature, CRC32 and two 64-bit sizes, behind a re
 
 
 def local_header(name: str, size: int, crc: int | None, at: int, align: int = 1) -> bytes:
-    """Make the header before a stored record that starts at file offset `at`; the record itself is aligned to `align`
-    bytes.
+    """Make the header before a record of a zip.
 
-    With crc None the CRC follows the record in a data descriptor. Sizes of 4 GiB and more take the zip64 field.
+    Args:
+        name: of the record.
+        size: its bytes; 4 GiB and more take the zip64 field.
+        crc: its CRC32; None if that follows the record in a data descriptor.
+        at: file offset of the header.
+        align: the record itself begins at a multiple of so many bytes.
     """
     raw = name.encode()
     big = crc is None or size >= 0xFFFFFFFF  # descriptors are written with 64-bit sizes, which needs the zip64 field
@@ -259,13 +289,17 @@ def local_header(name: str, size: int, crc: int | None, at: int, align: int = 1)
 
 
 def data_descriptor(size: int, crc: int) -> bytes:
-    """Make what follows a record whose local header had no CRC yet."""
+    """Make what follows a record of `size` bytes whose local header had no CRC32 yet."""
     return struct.pack("<4sIQQ", b"PK\x07\x08", crc, size, size)
 
 
 def central_directory(records: list[tuple[str, int, int, int, bool]], at: int) -> bytes:
-    """Make the directory and the end record at file offset `at` of (name, header offset, size, crc, descriptor)
-    records."""
+    """Make the directory and the end record of a zip.
+
+    Args:
+        records: (name, offset of its header, bytes, CRC32, whether a data descriptor follows it) of each record.
+        at: file offset of the directory.
+    """
     out = bytearray()
     for name, header, size, crc, descriptor in records:
         raw = name.encode()

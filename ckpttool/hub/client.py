@@ -83,10 +83,10 @@ class FileToSend(NamedTuple):
 
 
 def parse_target(text: str) -> tuple[str, str | None]:
-    """Parse "hf://org/name@revision" or "org/name" into ("org/name", revision or None).
+    """Return ("org/name", revision or None) for "hf://org/name@revision", "hf://org/name" or "org/name".
 
     Raises:
-        UsageError: it is neither of these.
+        UsageError: it is none of these.
     """
     found = _TARGET.fullmatch(text)
     if not found or found["id"].split("/")[0] in _OTHER_KINDS or ".." in text or "--" in found["id"]:
@@ -101,6 +101,7 @@ class Repository:
     """A model repository, which may not exist yet."""
 
     def __init__(self, repo_id: str) -> None:
+        """Prepare to ask the Hub about the repository "org/name"; nothing is sent yet."""
         from huggingface_hub import HfApi
 
         self.repo_id, self.url = repo_id, f"hf://{repo_id}"
@@ -108,17 +109,21 @@ class Repository:
 
     @property
     def page(self) -> str:
-        """Its address for a browser."""
+        """Return the address of the repository for a browser."""
         return f"{urls.redact_url(self.api.endpoint)}/{self.repo_id}"
 
     def ask(self, call: Callable[[], T], tries: int = _TRIES, *, writes: bool = False) -> T:
-        """Call huggingface_hub, with retries, and return the result; answers are bounded (storage/answer_limits.py).
+        """Call a function that uses huggingface_hub, again after transient errors, and return its result. The size of
+        answers and the time to wait for them are limited (storage/answer_limits.py).
 
         Args:
-            writes: something is sent, so an answer may take long.
+            tries: calls at most.
+            writes: whether something is sent, so that an answer may take long.
 
         Raises:
-            Conflict, TransientError, RemoteError: with what to do. CkpttoolError: as raised inside the call.
+            NotFound: there is no such repository, revision or file, or the token may not see it.
+            CommitConflict, TransientError, RejectedError, RemoteError: with what to do. CkpttoolError: as raised inside
+                the call.
         """
         bound_hub_client()
         budget, stalls = RequestBudget(self.url, writes=writes), 0
@@ -140,7 +145,7 @@ class Repository:
         raise AssertionError
 
     def _error_of(self, e: Exception) -> CkpttoolError:
-        """Return the error of errors.py for an exception of huggingface_hub, with what to do."""
+        """Return the error of ckpttool for an exception that `ask` has caught, with what to do."""
         for inner in _error_chain(e):
             if isinstance(inner, CkpttoolError):
                 return inner
@@ -191,7 +196,15 @@ class Repository:
     # ----------------------------------------------------------------------------------------------------- questions
 
     def read_state(self, revision: str | None = None) -> RepositoryState | None:
-        """Return the repository at a revision; None if there is none that the token may see."""
+        """Return the visibility, commit and files of the repository at a revision; None if the token sees no such
+        repository or revision.
+
+        Args:
+            revision: branch, tag or commit; None: main.
+
+        Raises:
+            RemoteError: the Hub cannot be asked, or its answer makes no sense. Unsafe: a file's name leads elsewhere.
+        """
         try:
             found = self.ask(lambda: self.api.repo_info(self.repo_id, revision=revision, expand=["private", "sha"]))
         except retries.NotFound:
@@ -202,7 +215,11 @@ class Repository:
         return RepositoryState(bool(found.private), commit, files)
 
     def _list_files(self, commit: str) -> list[Any]:
-        """Return the files of a commit as the Hub lists them, with their names checked."""
+        """Return the files of a commit as objects of huggingface_hub, with their names checked.
+
+        Raises:
+            RemoteError: the Hub lists a file twice, or too many. Unsafe: a file's name leads elsewhere.
+        """
         found: dict[str, Any] = {}
         for f in self.api.list_repo_tree(self.repo_id, recursive=True, revision=commit):
             if not hasattr(f, "blob_id"):
@@ -215,10 +232,10 @@ class Repository:
         return list(found.values())
 
     def _checked_file(self, f: Any) -> RemoteFile:
-        """Return size and hashes of a file as the Hub lists it.
+        """Return the size and hashes of a file, given as an object of huggingface_hub.
 
         Raises:
-            RemoteError: what it says is of another type.
+            RemoteError: they are of other types.
         """
         out = RemoteFile(f.size, f.lfs.sha256 if f.lfs else None, f.blob_id)
         if (
@@ -233,20 +250,28 @@ class Repository:
         return out
 
     def is_private(self) -> bool:
-        """Ask whether the repository is private now."""
+        """Return whether the repository is private now; raises RemoteError if the Hub cannot be asked."""
         return bool(self.ask(lambda: self.api.repo_info(self.repo_id, expand=["private"])).private)
 
     def list_branches(self) -> set[str]:
-        """Return the names of its branches."""
+        """Return the names of the repository's branches; raises RemoteError if the Hub cannot be asked."""
         return {b.name for b in self.ask(lambda: self.api.list_repo_refs(self.repo_id)).branches}
 
     def read_file(self, name: str, commit: str, most_bytes: int) -> bytes:
-        """Read a small file of a commit."""
+        """Return the content of a small file of a commit.
+
+        Raises:
+            CkpttoolError: there is no such file, it has more than `most_bytes` bytes, or the Hub cannot be asked.
+        """
         with remote.RemoteSource(f"{self.url}@{commit}") as source:
             return source.read_all(name, most_bytes)
 
     def file_infos(self, names: Sequence[str], commit: str) -> dict[str, RemoteFile]:
-        """Return size and hashes of these files in a commit; missing ones are left out."""
+        """Return {name: size and hashes} of these files in a commit; missing ones are left out.
+
+        Raises:
+            RemoteError: the Hub cannot be asked, or its answer makes no sense.
+        """
         out: dict[str, RemoteFile] = {}
         for k in range(0, len(names), _BATCH):
             part = list(names[k : k + _BATCH])
@@ -259,18 +284,23 @@ class Repository:
     # ------------------------------------------------------------------------------------------------------- actions
 
     def create_repository(self, private: bool) -> None:
-        """Create the repository."""
+        """Create the repository, unless it exists, whose visibility is then not changed; raises RemoteError if that
+        fails."""
         self.ask(lambda: self.api.create_repo(self.repo_id, private=private, exist_ok=True))
 
     def create_branch(self, name: str) -> None:
-        """Create a branch from the head of main."""
+        """Create a branch from the head of main, unless it exists; raises RemoteError if that fails."""
         self.ask(lambda: self.api.create_branch(self.repo_id, branch=name, exist_ok=True))
 
     def check_write_access(self, revision: str | None, pull: bool) -> None:
         """Check that the token may upload files, with the first request of an upload.
 
+        Args:
+            revision: the branch; None: main.
+            pull: whether the files would go into a pull request.
+
         Raises:
-            RemoteError: it may not.
+            RemoteError: it may not, or the Hub cannot be asked.
         """
         from huggingface_hub import CommitOperationAdd
 
@@ -278,10 +308,19 @@ class Repository:
         self.ask(lambda: self.api.preupload_lfs_files(self.repo_id, small, revision=revision, create_pr=pull))
 
     def upload_files(self, files: Sequence[FileToSend], revision: str | None, pull: bool, jobs: int) -> list[Any]:
-        """Upload what belongs into LFS and is not on the Hub yet; returns the operations for a commit.
+        """Upload the files that belong into LFS (git's storage for large files) and are not on the Hub yet; nothing is
+        committed.
+
+        Returns one operation of huggingface_hub for each file, for `commit`.
+
+        Args:
+            revision: the branch; None: main.
+            pull: whether the files go into a pull request.
+            jobs: files at the same time.
 
         Raises:
-            TransientError: try again; complete files are on the Hub.
+            TransientError: try again; complete files are on the Hub. RejectedError, RemoteError: the Hub refuses.
+            CkpttoolError: what reading a file raises.
         """
         from huggingface_hub import CommitOperationAdd
         from huggingface_hub.lfs import UploadInfo
@@ -308,10 +347,19 @@ class Repository:
     def commit(
         self, adds: Sequence[Any], gone: Sequence[str], message: str, parent: str, revision: str | None, pull: bool
     ) -> tuple[str, str | None]:
-        """Make one commit on top of `parent`; returns (commit, address of the pull request or None).
+        """Make one commit; returns (its id, the address of the pull request or None).
+
+        Args:
+            adds: files to add, of `upload_files`.
+            gone: names of files to delete.
+            message: the title.
+            parent: the commit that it must be on top of.
+            revision: the branch; None: main.
+            pull: whether to open a pull request instead of committing to the branch.
 
         Raises:
-            Conflict: there is another commit on top of it. TransientError: no answer; the commit may exist.
+            CommitConflict: there is another commit on top of `parent`. TransientError: no answer; the commit may exist.
+            RejectedError, RemoteError: the Hub refuses.
         """
         from huggingface_hub import CommitOperationDelete
 
@@ -332,7 +380,8 @@ class Repository:
 
 
 def _is_ours(e: BaseException) -> bool:
-    """Return whether an exception is a bug of ckpttool, and not huggingface_hub's reaction to an answer."""
+    """Return whether an exception was raised in code of ckpttool, so that it is a bug, and not huggingface_hub's
+    reaction to an answer."""
     at = e.__traceback__
     while at is not None and at.tb_next is not None:
         at = at.tb_next
@@ -340,7 +389,7 @@ def _is_ours(e: BaseException) -> bool:
 
 
 def _error_chain(e: BaseException | None) -> Iterator[BaseException]:
-    """Yield an exception and its causes."""
+    """Yield an exception, its cause or context, and so on."""
     seen: set[int] = set()
     while e is not None and id(e) not in seen:
         seen.add(id(e))
@@ -349,7 +398,7 @@ def _error_chain(e: BaseException | None) -> Iterator[BaseException]:
 
 
 def _short_message(e: BaseException) -> str:
-    """Return the Hub's message, without the boilerplate."""
+    """Return the message of an exception of huggingface_hub without secrets and boilerplate."""
     text = retries.redacted_message(e)
     text = re.sub(r"(Client|Server) error '(\d+ [^']*)' for url '[^']*'", r"\2", text)
     text = re.sub(r" ?For more information check: \S+| ?\(Request ID: [^)]*\)", "", text)
@@ -359,8 +408,8 @@ def _short_message(e: BaseException) -> str:
 
 @contextmanager
 def silence() -> Iterator[None]:
-    """Turn off huggingface_hub's progress bars and its logging below errors, which contains signed URLs, in the `with`
-    block."""
+    """While the block runs, turn off huggingface_hub's progress bars and its logging below errors, which contains
+    signed URLs."""
     from huggingface_hub import utils
 
     bars: Any = utils

@@ -42,7 +42,7 @@ class FileHashes(NamedTuple):
 
 
 def git_oid(data: bytes) -> str:
-    """Return the id of a file's git blob."""
+    """Return the id that git gives a file with these bytes, in hex."""
     return sha1(b"blob %d\0" % len(data) + data).hexdigest()
 
 
@@ -53,16 +53,24 @@ def hash_contents(
     progress: Progress,
     keep: Callable[[str, FileHashes], None],
 ) -> dict[str, FileHashes]:
-    """Hash files of a draft, `jobs` at a time: {file: its hashes}; `keep` is called for each finished file.
+    """Hash files that are made from a checkpoint, `jobs` at a time; returns {file: its hashes}.
+
+    Args:
+        opened: the checkpoint.
+        files: the files, whose bytes are read from the checkpoint.
+        progress: called with ("hash", bytes done, bytes in all).
+        keep: called with (name, hashes) of each finished file, by one thread at a time.
 
     Raises:
-        Corrupt, SourceChanged: the source is damaged, or was written to in the meantime.
+        Corrupt, SourceChanged: the source is damaged, or was written to in the meantime. RemoteError: it cannot be
+            read.
     """
     ckpt = opened.checkpoint
     crcs = CrcVerifier(ckpt.records)
     counter = ByteCounter("hash", sum(f.source_bytes for f in files), progress)
 
     def hash_one(content: Content) -> FileHashes:
+        """Return the hashes of one file, after giving them to `keep`."""
         done = _hash(content, crcs, counter.add)
         with counter.lock:
             keep(content.name, done)
@@ -77,7 +85,15 @@ def hash_contents(
 
 
 def _hash(content: Content, crcs: CrcVerifier, count: Callable[[int], None]) -> FileHashes:
-    """Hash one file and its tensors, in one pass."""
+    """Return the hashes of one file and of its tensors, computed in one pass.
+
+    Args:
+        crcs: compares the CRC32s of the source along the way.
+        count: called with the number of bytes of the source that were dealt with, block by block.
+
+    Raises:
+        Corrupt, SourceChanged: the source is damaged, or was written to. Interrupted: another thread has failed.
+    """
     whole, tensors = sha256(content.head), {}
     lost: dict[str, CastLosses] = {}
     part: Any = None
@@ -102,10 +118,19 @@ def _hash(content: Content, crcs: CrcVerifier, count: Callable[[int], None]) -> 
 
 
 def hash_paths(paths: dict[str, str], jobs: int, progress: Progress) -> dict[str, str]:
-    """Return {file: SHA-256 hex} of files on the disk, {file: path}."""
+    """Return {name: SHA-256 in hex} of files on the disk, `jobs` at a time.
+
+    Args:
+        paths: {name: path}.
+        progress: called with ("hash", bytes done, bytes in all).
+
+    Raises:
+        OSError: a file cannot be read.
+    """
     counter = ByteCounter("hash", sum(map(os.path.getsize, paths.values())), progress)
 
     def hash_one(path: str) -> str:
+        """Return the SHA-256, in hex, of the file at this path."""
         whole, buffer = sha256(), memoryview(bytearray(4 << 20))
         with open(path, "rb", buffering=0) as f:
             while n := f.readinto(buffer):
@@ -123,12 +148,13 @@ class ByteCounter:
     """
 
     def __init__(self, what: str, total: int, progress: Progress) -> None:
+        """Count up to `total` bytes; `progress` is called with (`what`, bytes done, `total`)."""
         self.what, self.total, self.progress = what, total, progress
         self.passed = 0
         self.lock, self.stop = threading.Lock(), threading.Event()
 
     def add(self, n: int) -> None:
-        """Count `n` more bytes."""
+        """Count `n` more bytes, and report them; raises Interrupted once `stop` is set."""
         if self.stop.is_set():
             raise Interrupted("the hashing was stopped.")
         with self.lock:
@@ -137,7 +163,8 @@ class ByteCounter:
 
 
 def _in_threads(call: Callable[[A], B], items: Sequence[A], jobs: int, counter: ByteCounter) -> list[B]:
-    """Call it for each item in `jobs` threads; the first error stops all of them and is raised."""
+    """Return the results of `call` for each item, computed in `jobs` threads. The first error is raised, and sets
+    `counter.stop`, which ends the other threads."""
     with ThreadPoolExecutor(max(1, min(jobs, len(items))), "ckpttool-hash") as pool:
         try:
             return list(pool.map(call, items))

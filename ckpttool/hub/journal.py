@@ -30,6 +30,8 @@ class Journal:
     once the pass is complete, `staged` {folder: {"files": {name: [SHA-256, size, mtime_ns]}, "record": ...}}."""
 
     def __init__(self, plan: str | None) -> None:
+        """Read the journal of a plan, if there is one; `plan` is a hash of the source's files and all options, None:
+        keep nothing."""
         cache = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
         self.folder = os.path.join(cache, "ckpttool", "push")
         self.path = None if plan is None else os.path.join(self.folder, f"{plan[:40]}.jsonl")
@@ -55,7 +57,8 @@ class Journal:
         return [json.loads(entry) for sum_, _, entry in parts if entry and sum_ == _checksum(entry)]
 
     def _apply_line(self, line: dict[str, Any]) -> None:
-        """Take over what a line says."""
+        """Take over the content of a line: the hashes of a file, the content of ckpttool.json, or a folder that was
+        written."""
         if "file" in line:
             lost = {n: CastLosses(*counts) for n, counts in line.get("lost", {}).items()}
             self.files[line["file"]] = FileHashes(line["sha256"], line["tensors"], lost)
@@ -65,25 +68,30 @@ class Journal:
             self.staged[line["staged"]] = line["of"]
 
     def drop(self) -> None:
-        """Delete the journal."""
+        """Delete the file of the journal, if there is one."""
         if self.path is not None:
             with suppress(OSError):
                 os.unlink(self.path)
 
     def add_hashes(self, name: str, done: FileHashes) -> None:
-        """Note a hashed file."""
+        """Keep the hashes of the file `name`."""
         self._append_line({"file": name, "sha256": done.sha256, "tensors": done.tensors, "lost": done.lost})
 
     def add_record(self, record: dict[str, Any]) -> None:
-        """Note that all files were hashed, and the content of ckpttool.json."""
+        """Keep the content of ckpttool.json, which is known when all files are hashed."""
         self._append_line({"record": record})
 
     def add_staged(self, folder: str, of: dict[str, Any]) -> None:
-        """Note a folder that was converted and hashed."""
+        """Keep that a folder was written and hashed.
+
+        Args:
+            of: {"files": {name: [SHA-256, size in bytes, time of modification in ns]}, "record": content of
+                ckpttool.json}.
+        """
         self._append_line({"staged": folder, "of": of})
 
     def _append_line(self, line: dict[str, Any]) -> None:
-        """Take over a line, and append it to the file."""
+        """Take over the content of a line, and append it to the file; one that cannot be written is no error."""
         self._apply_line(line)
         if self.path is None:
             return
@@ -112,5 +120,5 @@ class Journal:
 
 
 def _checksum(data: bytes) -> bytes:
-    """Return the checksum of a line."""
+    """Return the checksum of a line's JSON, in hex."""
     return sha256(data).hexdigest()[:32].encode()

@@ -50,12 +50,13 @@ class CardFacts:
 
     @property
     def url(self) -> str:
-        """The URL of the repository for commands."""
+        """Return the URL of the repository for commands, with the branch, if that is not main."""
         return f"hf://{self.repo_id}" + (f"@{self.branch}" if self.branch else "")
 
 
 def base_model(facts: CardFacts) -> str | None:
-    """Return the Hub id of the base model, if the config names one; never a path."""
+    """Return the Hub id of the base model, if adapter_config.json or config.json names one; None if not, or if that may
+    be a path."""
     import os
 
     for found in (facts.adapter.get("base_model_name_or_path"), facts.config.get("_name_or_path")):
@@ -67,7 +68,11 @@ def base_model(facts: CardFacts) -> str | None:
 
 
 def update_card(existing: bytes | None, facts: CardFacts) -> bytes:
-    """Return README.md with our section as it is now; `existing` is the card that is there, or None."""
+    """Return README.md with ckpttool's section as these facts have it; everything else in it is kept.
+
+    Args:
+        existing: the README.md that is there; None: there is none, and a new one is made.
+    """
     section = _make_section(facts).encode()
     if existing is None:
         return _new_card_head(facts).encode() + section + b"\n"
@@ -80,7 +85,7 @@ def update_card(existing: bytes | None, facts: CardFacts) -> bytes:
 
 
 def _new_card_head(facts: CardFacts) -> str:
-    """Return what stands before our section in a new card: YAML metadata and a title."""
+    """Return the beginning of a new README.md, before ckpttool's section: YAML metadata and a title."""
     from huggingface_hub import ModelCardData
 
     peft, known = bool(facts.adapter), "model_type" in facts.config
@@ -93,7 +98,7 @@ def _new_card_head(facts: CardFacts) -> str:
 
 
 def _make_section(facts: CardFacts) -> str:
-    """Return our section."""
+    """Return ckpttool's section of README.md, in Markdown."""
     total = sum(facts.dtypes.values())
     most = sorted(facts.dtypes, key=lambda d: -facts.dtypes[d])
     dtypes = ", ".join(d if len(most) == 1 else f"{d} ({facts.dtypes[d]:,})" for d in most)
@@ -136,7 +141,7 @@ def _make_section(facts: CardFacts) -> str:
 
 
 def _check_instructions(facts: CardFacts) -> list[str]:
-    """Return the lines that say how to check the weights."""
+    """Return the lines of Markdown that say how to check the weights."""
     if facts.changed:
         lines, option = ["To check every tensor against the digests in `ckpttool.json`:"], "--read-data"
     else:
@@ -173,5 +178,6 @@ def _load_instructions(facts: CardFacts) -> list[str]:
 
 
 def _table_text(text: str) -> str:
-    """Return a text from a file, for one cell of a table."""
+    """Return a text from a checkpoint for one cell of a table: at most 80 characters, with underscores for what
+    Markdown or HTML could interpret."""
     return re.sub(r"[^\w .,:+/-]", "_", text, flags=re.ASCII)[:80]

@@ -75,7 +75,19 @@ def pull_repository(
     writing: WriteRequest,
     running: RunOptions,
 ) -> Pulled:
-    """Do what `pull` does, with its arguments as dataclasses; the command line calls it."""
+    """Make a training checkpoint of a repository on the Hugging Face Hub, pinned to one commit; the command line calls
+    this.
+
+    Args:
+        repository: "hf://org/name", or "hf://org/name@revision".
+        dst: where to write the checkpoint.
+        revision: branch, tag or commit; None: that of `repository`, or main.
+        reading, writing, running: how to read the repository, what to write, and how to carry it out, as in `convert`.
+
+    Raises:
+        NotFound: there is no such repository or revision. Corrupt: a tensor does not have its recorded digest.
+        CkpttoolError: the destination is as it was before.
+    """
     repo_id, named = parse_target(repository)
     hub = Repository(repo_id)
     state = hub.read_state(revision or named)
@@ -99,7 +111,16 @@ def pull_repository(
 
 
 def _recorded_digests(hub: Repository, state: RepositoryState, notes: list[str]) -> dict[str, str]:
-    """Return {tensor: digest} recorded by the push of these weights; {} with a note if there is no such record."""
+    """Return {tensor: digest} that ckpttool.json records for the weights in the repository; {} if there is no such file
+    or it describes other weights, and then a note says so.
+
+    Args:
+        state: the repository at the commit that is pulled.
+        notes: gets the note.
+
+    Raises:
+        RemoteError: the Hub cannot be asked.
+    """
     if RECORD not in state.files:
         notes.append(f"{hub.url} has no {RECORD}, so digests were not compared; it was not pushed by ckpttool")
         return {}
@@ -120,7 +141,12 @@ def _recorded_digests(hub: Repository, state: RepositoryState, notes: list[str])
 
 def _changed_weights(listed: Mapping[str, Any], there: Mapping[str, RemoteFile]) -> str | None:
     """Return the first file of weights that was changed since the push; None if there is none. Other files are not
-    compared."""
+    compared.
+
+    Args:
+        listed: {name: {"sha256", "bytes"}}, as ckpttool.json has them.
+        there: {name: size and hashes} of the files in the repository.
+    """
     for name in sorted(n for n in listed if n.endswith(".safetensors")):
         pushed, known = listed[name], there.get(name)
         if known is None or known.sha256 != pushed["sha256"] or known.size != pushed["bytes"]:

@@ -142,7 +142,26 @@ def push_checkpoint(
     dry_run: bool,
     progress: Progress,
 ) -> Pushed:
-    """Do what `push` does, with its arguments as dataclasses; the command line calls it."""
+    """Push a checkpoint, in any layout, to a model repository of the Hugging Face Hub; the command line calls this.
+
+    Args:
+        src: path or URL of the checkpoint.
+        target: "hf://org/name", or "hf://org/name@branch".
+        reading, writing: how to read the checkpoint, and what to write, with the options of the hf layout.
+        revision: a branch, which is created if it is missing; None: that of `target`, or main.
+        public: whether a new repository is public; an existing one must be so.
+        pull_request: open a pull request instead of a commit on the branch.
+        message: title of the commit; None: one that names the checkpoint and step.
+        stage: folder to write the files to first; None: upload them as they are read.
+        threads: files that are hashed, and uploaded, at the same time.
+        dry_run: ask the Hub, but read no tensor, upload and create nothing.
+        progress: called with (stage, bytes done, bytes in all).
+
+    Raises:
+        CkpttoolError: no commit was made, but the repository or the branch may have been created; or the commit was
+            made and not checked, which the message says.
+        Differs: the Hub does not have what was uploaded.
+    """
     with (
         reporting(progress),
         Push(
@@ -177,6 +196,23 @@ class Push:
         message: str | None = None,
         threads: int = 4,
     ) -> None:
+        """Open the source, plan the files, and refuse what is never pushed; the Hub is not asked yet.
+
+        Args:
+            src: path or URL of the checkpoint.
+            target: "hf://org/name", or "hf://org/name@branch".
+            reading, writing: how to read the checkpoint, and what to write.
+            revision: the branch; None: that of `target`, or main.
+            public: whether a new repository is public; an existing one must be so.
+            pull_request: open a pull request instead of a commit on the branch.
+            message: title of the commit; None: one that names the checkpoint and step.
+            threads: files that are hashed, and uploaded, at the same time.
+
+        Raises:
+            UsageError: an argument is invalid, or two contradict each other. Unsafe: a file contains a pickle or a
+                secret.
+            CkpttoolError: the checkpoint cannot be read or converted.
+        """
         if threads < 1:
             raise UsageError(f"{argument('threads', threads)}: it must be at least 1.")
         repo_id, named = parse_target(target)
@@ -220,7 +256,13 @@ class Push:
     # ------------------------------------------------------------------------------------------------- two answers
 
     def preview(self) -> Pushed:
-        """Return everything that is known without reading tensors or uploading anything."""
+        """Return the result as far as it is known without reading tensors, creating or uploading anything. `sent` are
+        the files that would be uploaded.
+
+        Raises:
+            UsageError: the repository has another visibility, or the revision cannot be a branch. Unsupported: its
+                README.md cannot be updated. RemoteError: the Hub cannot be asked.
+        """
         state = self.target.refuse_visibility(self.repository.read_state())
         if state is not None and self.target.needs_branch():
             self.notes.append(f"the branch {self.revision} would be created")
@@ -242,7 +284,16 @@ class Push:
         return out
 
     def push(self, stage: str | None, progress: Progress) -> Pushed:
-        """Create what is missing, hash, upload, commit, and check the commit."""
+        """Create the repository and branch, if they are missing, hash, upload, commit, and check the commit.
+
+        Args:
+            stage: folder to write the files to first; None: upload them as they are read.
+            progress: called with (stage, bytes done, bytes in all).
+
+        Raises:
+            Interrupted: the message says whether a commit was made. Differs: the Hub does not have what was uploaded.
+            CkpttoolError: the source, the Hub or its answer is not as it should be.
+        """
         state = self.target.refuse_visibility(self.repository.read_state())
         created = state is None
         if created:
@@ -274,7 +325,8 @@ class Push:
             ) from None
 
     def _add_warnings(self, state: RepositoryState | None, out: Pushed) -> None:
-        """Add to the result what the push deletes, and warnings about the repository."""
+        """Add to the result what the push deletes, and warnings about other files in the repository; `state` is None if
+        it does not exist."""
         if state is not None:
             out.deleted = self.target.list_stale(state)
             out.notes += self.target.list_warnings(state, out.files)
@@ -282,8 +334,8 @@ class Push:
     # ------------------------------------------------------------------------------------------------------- hashes
 
     def open_journal(self) -> Journal:
-        """Open the hashes of earlier runs with the same files and options; empty if the source cannot tell whether its
-        files changed."""
+        """Return the hashes that earlier runs with the same source and options have kept. They are empty, and nothing
+        is kept, if the source cannot tell whether its files changed."""
         if not self.opened.source.has_versions():
             return Journal(None)
         return Journal(
@@ -291,7 +343,14 @@ class Push:
         )
 
     def hash_files(self, progress: Progress) -> tuple[list[PushFile], dict[str, Any]]:
-        """Return (every file of the draft, the content of ckpttool.json)."""
+        """Hash the files that no earlier run has hashed, and compare with what the source records.
+
+        Returns (every planned file with its hashes, the content of ckpttool.json).
+
+        Raises:
+            Corrupt, SourceChanged: the source is damaged, or was written to. Differs: a tensor does not have its
+                recorded digest.
+        """
         journal = self.open_journal()
         missing = [c for c in self.files if c.name not in journal.files]
         self.taken_over = len(missing) < len(self.files)
@@ -319,11 +378,13 @@ class Push:
         return files, journal.record
 
     def stage_files(self, stage: str, progress: Progress) -> tuple[list[PushFile], dict[str, Any]]:
-        """Convert into the folder `stage` and hash its files; returns (every file, with its path; the content of
-        ckpttool.json), as `hash_files` does. An unchanged folder of an earlier run is reused.
+        """Convert into the folder `stage` and hash its files, or take over what an earlier run left there, if it is
+        unchanged.
+
+        Returns (every planned file with its path and hash, the content of ckpttool.json).
 
         Raises:
-            DestinationExists: something else is there.
+            DestinationExists: something else is there. CkpttoolError: the conversion failed.
         """
         journal, folder = self.open_journal(), os.path.abspath(stage)
         paths = {c.name: os.path.join(folder, c.name) for c in self.files}
@@ -353,7 +414,20 @@ class Push:
     def commit_in_rounds(
         self, weights: Sequence[PushFile], record: dict[str, Any], created: bool, progress: Progress
     ) -> Pushed:
-        """Inspect, upload, commit; again if somebody else commits in between, or no answer comes."""
+        """Inspect the repository, upload what it lacks, commit and check; begin again, at most twice, if somebody else
+        commits in between or the Hub does not answer.
+
+        Args:
+            weights: the planned files, with hashes.
+            record: the content of ckpttool.json.
+            created: whether the repository was created by this push.
+            progress: called with ("upload", bytes done, bytes in all).
+
+        Raises:
+            Corrupt: the repository was removed. CommitConflict, TransientError: in the last round, too.
+            UsageError: its visibility was changed. SourceChanged, RemoteError, Differs: the source or the commit is not
+                as it should be.
+        """
         sent: dict[str, int] = {}
         for k in range(_ROUNDS):
             state = self.target.refuse_visibility(self.repository.read_state(self.revision))
@@ -391,7 +465,8 @@ class Push:
         raise AssertionError
 
     def check_commit(self, commit: str, files: Sequence[PushFile], out: Pushed) -> None:
-        """Ask the Hub whether the new commit has the files of the push, and whether the repository is still private.
+        """Check that the new commit has the files of the push, and that the repository is still private, if it was;
+        both are noted in the result, `out`.
 
         Raises:
             Differs: a file is another one. RemoteError: the Hub cannot be asked, or the repository became public.
@@ -407,8 +482,18 @@ class Push:
             raise RemoteError(self.target.became_public_message(commit))
 
     def upload(self, changed: Sequence[PushFile], sent: dict[str, int], progress: Progress) -> list[Any]:
-        """Upload the large files; returns the operations of a commit. {name: bytes} of uploaded files is added to
-        `sent`."""
+        """Upload the large ones among the files that the repository lacks; returns the operations for a commit of all
+        of them.
+
+        Args:
+            changed: these files.
+            sent: {name: bytes} of files whose bytes were sent is added to it, also before an error.
+            progress: called with ("upload", bytes done, bytes in all).
+
+        Raises:
+            RejectedError: the Hub refuses; hashes that an earlier run has kept are deleted.
+            TransientError, RemoteError: it does not answer. Corrupt, SourceChanged: the source cannot be read.
+        """
         counter = ByteCounter("upload", sum(f.size for f in changed if f.data is None), progress)
         stop, sending = threading.Event(), []
         opened: dict[str, VirtualFile] = {}
@@ -440,7 +525,16 @@ class Push:
     def add_card_and_record(
         self, weights: Sequence[PushFile], record: Mapping[str, Any], state: RepositoryState
     ) -> list[PushFile]:
-        """Return all files: those of the draft, the card, and ckpttool.json, which lists the others."""
+        """Return all files of the push: the planned ones, README.md, and ckpttool.json, which lists the planned ones.
+
+        Args:
+            weights: the planned files, with hashes.
+            record: the content of ckpttool.json without that list.
+            state: the repository before the push.
+
+        Raises:
+            Unsupported: its README.md cannot be updated. RemoteError: the Hub cannot be asked.
+        """
         data = self.updated_card(record, state)
         listed = {f.name: {"sha256": f.sha256, "bytes": f.size} for f in weights}
         content = {**record, "files": listed}
@@ -458,7 +552,12 @@ class Push:
         return [*weights, *(PushFile(n, len(d), sha256(d).hexdigest(), data=d) for n, d in extra.items())]
 
     def updated_card(self, record: Mapping[str, Any], state: RepositoryState) -> bytes:
-        """Return the new README.md."""
+        """Return the README.md of the push, made from the one in the repository, if there is one; `record` is the
+        content of ckpttool.json.
+
+        Raises:
+            Unsupported: the one that is there cannot be updated. RemoteError: it cannot be read.
+        """
         old = self.target.read_card(state)
         dtypes: dict[str, int] = {}
         for t in self.draft.checkpoint.tensors.values():
@@ -487,12 +586,17 @@ class Push:
         return model_card.update_card(old, facts)
 
     def default_message(self, record: Mapping[str, Any]) -> str:
-        """Return the default message of a commit."""
+        """Return the title of a commit for which none was given: the name of the source and the training step."""
         step = step_count(self.opened.checkpoint.value)
         return f"ckpttool push of {record['source']['name']}" + ("" if step is None else f", step {step}")
 
     def initial_result(self, state: RepositoryState | None, created: bool) -> Pushed:
-        """Return the result, as far as it is known beforehand."""
+        """Return the result, as far as it is known before anything is hashed or sent.
+
+        Args:
+            state: the repository; None: it does not exist yet.
+            created: whether it is created by this push.
+        """
         return Pushed(
             self.opened.source.root,
             self.opened.layout.name,
@@ -507,7 +611,8 @@ class Push:
 
 
 def _stoppable(call: Callable[[], T], stop: threading.Event) -> T:
-    """Call in another thread and return the result. If we are interrupted, `stop` is set and the call is waited for."""
+    """Return the result of `call`, which runs in another thread. If we are interrupted, or it raises, `stop` is set and
+    its end is waited for."""
     with ThreadPoolExecutor(1, "ckpttool-push") as pool:
         try:
             return pool.submit(call).result()
@@ -517,12 +622,13 @@ def _stoppable(call: Callable[[], T], stop: threading.Event) -> T:
 
 
 def _searchable_text(content: Content) -> bytes:
-    """Return the part of a file that is not weights: all of it, or the header with the names."""
+    """Return the part of a file that is searched for secrets and pickles: of weights, the header with the names, of
+    other files everything."""
     return content.head[8:] if content.jobs and content.name.endswith(".safetensors") else content.head
 
 
 def _parse_config(data: bytes) -> dict[str, Any]:
-    """Parse a config file; {} if it is not a JSON object."""
+    """Return the content of a config file; {} if it is not a JSON object."""
     try:
         found = parse(data, "a config")
     except (Corrupt, Unsafe):
@@ -531,7 +637,11 @@ def _parse_config(data: bytes) -> dict[str, Any]:
 
 
 def _is_unchanged(folder: str, known: Mapping[str, Any]) -> bool:
-    """Return whether the files of a staging folder are those that were hashed."""
+    """Return whether the files of a staging folder have the size and time that they had when they were hashed.
+
+    Args:
+        known: {"files": {name: [SHA-256, size in bytes, time of modification in ns]}}, as the journal keeps it.
+    """
     try:
         for name, (_, size, when) in known["files"].items():
             st = os.stat(os.path.join(folder, name))

@@ -23,13 +23,14 @@ class PushFile:
     content: Content | None = None
 
     def is_same(self, known: RemoteFile | None) -> bool:
-        """Return whether a commit has the same file."""
+        """Return whether a file on the Hub is this one, by size and hash; False for None, a file that is not there."""
         if known is None or known.size != self.size:
             return False
         return known.sha256 == self.sha256 if known.sha256 is not None else known.oid == self.oid()
 
     def oid(self) -> str:
-        """Return the id of its git blob, for small files, which the Hub keeps in git."""
+        """Return the id that git gives the file, in hex, for small files, which the Hub keeps in git. Reads all of
+        it."""
         if self.data is not None:
             return git_oid(self.data)
         if self.path is not None:

@@ -35,10 +35,13 @@ class PushTarget:
     names: frozenset[str]
 
     def refuse_visibility(self, state: RepositoryState | None) -> RepositoryState | None:
-        """Return the repository as it is, if it may be pushed to.
+        """Return `state` unchanged, unless the repository has another visibility than this push asks for.
+
+        Args:
+            state: the repository; None: it does not exist, which is allowed.
 
         Raises:
-            UsageError: its visibility is not the requested one.
+            UsageError: it is public and a private one was asked for, or the other way round.
         """
         url = self.repository.url
         if state is not None and not state.private and not self.public:
@@ -54,10 +57,11 @@ class PushTarget:
         return state
 
     def needs_branch(self) -> bool:
-        """Return whether the branch has to be made.
+        """Return whether the branch that is pushed to has to be created; asks the Hub, unless it is main or a pull
+        request.
 
         Raises:
-            UsageError: the revision is not a branch and cannot become one.
+            UsageError: the revision is not a branch and cannot become one. RemoteError: the Hub cannot be asked.
         """
         if self.revision in (None, "main") or str(self.revision).startswith("refs/pr/"):
             return False
@@ -68,7 +72,8 @@ class PushTarget:
         return self.revision not in self.repository.list_branches()
 
     def list_warnings(self, state: RepositoryState, files: Container[str]) -> list[str]:
-        """Return warnings about what else in the repository affects those who load `files`, the files of this push."""
+        """Return warnings, as sentences, about files of the repository that stay there and affect those who load
+        `files`, the names of the files of this push."""
         out: list[str] = []
         pickles = sorted(n for n in state.files if _PICKLES.fullmatch(n))
         if pickles:
@@ -96,14 +101,16 @@ class PushTarget:
         return out
 
     def list_stale(self, state: RepositoryState) -> list[str]:
-        """Return weight files in the repository that do not belong to this push; it deletes them."""
+        """Return the sorted names of weight files in the repository that do not belong to this push, which deletes
+        them. A push of an adapter alone deletes none."""
         return sorted(n for n in state.files if n not in self.names and not self.adapter and _STALE.fullmatch(n))
 
     def read_card(self, state: RepositoryState) -> bytes | None:
-        """Return README.md of a commit; None if there is none.
+        """Return the README.md of the repository; None if there is none.
 
         Raises:
-            Unsupported: it is too large or not UTF-8, so our section cannot be added to it.
+            Unsupported: it is too large or not UTF-8, so our section cannot be added to it. RemoteError: it cannot be
+                read.
         """
         known = state.files.get(_CARD)
         if known is None:
@@ -124,10 +131,10 @@ class PushTarget:
         )
 
     def check_commit(self, files: Sequence[PushFile], commit: str) -> None:
-        """Ask the Hub whether the commit contains what was pushed.
+        """Ask the Hub whether the commit contains these files.
 
         Raises:
-            Differs: it does not.
+            Differs: one is missing, or another one. RemoteError: the Hub cannot be asked.
         """
         there = self.repository.file_infos([f.name for f in files], commit)
         for f in files:
@@ -141,7 +148,8 @@ class PushTarget:
                 )
 
     def became_public_message(self, commit: str) -> str:
-        """Return the message for a repository that was made public during the push."""
+        """Return the message of the error for a repository that somebody has made public during the push, which made
+        `commit`."""
         return (
             f"{self.repository.url} has the commit {commit}, but in the meantime somebody made the repository public: "
             f"everybody can read what was pushed. To make it private: `hf repos settings {self.repo_id} --private`, or "
@@ -150,10 +158,10 @@ class PushTarget:
 
 
 def _describe_hash(known: RemoteFile) -> str:
-    """Return the hash of a file on the Hub, for a message."""
+    """Return the SHA-256 of a file on the Hub, or the id of its git blob if it has none, as text for a message."""
     return f"SHA-256 {known.sha256}" if known.sha256 else f"git blob {known.oid}"
 
 
 def _list_names(names: Sequence[str]) -> str:
-    """Return at most five names, for a message."""
+    """Return the first five names, and how many there are, as text for a message."""
     return ", ".join(names[:5]) + (f", ... ({len(names)} files)" if len(names) > 5 else "")

@@ -47,7 +47,8 @@ def _looks_random(text: str) -> bool:
 
 
 def _is_mixed(value: str) -> bool:
-    """Return whether a value is long and of letters and digits of many kinds, and not a path, URL or date."""
+    """Return whether a value looks like a key: at least 16 characters, letters and digits of many kinds, and not a
+    path, URL or date."""
     if len(value) < 16 or len(value) > 4096 or len(set(value)) < 9:
         return False
     if re.search(r"[A-Za-z]", value) is None or len(re.findall(r"[0-9]", value)) < 2:
@@ -68,7 +69,7 @@ def _has_both_cases(text: str) -> bool:
 
 
 def _unlike_words(text: str) -> bool:
-    """Return whether an "sk-..." text is a key and not words with hyphens."""
+    """Return whether a text that begins with "sk-" is a key and not words with hyphens."""
     return re.match(r"sk-(?:proj|svcacct|admin|ant-[a-z]+\d\d|or-v1)-", text) is not None or _looks_random(text)
 
 
@@ -164,7 +165,10 @@ _SPELLING = frozenset(
 
 
 def refuse_forbidden(files: Iterable[tuple[str, bytes]]) -> None:
-    """Refuse what is never pushed, in (name, bytes) of files beside the weights.
+    """Refuse files that are never pushed: pickles, archives, and texts with secrets.
+
+    Args:
+        files: (name, bytes) of each; of weights, only the header.
 
     Raises:
         Unsafe: with the file and what was found.
@@ -187,8 +191,8 @@ def refuse_forbidden(files: Iterable[tuple[str, bytes]]) -> None:
 
 
 def forbidden_kind(data: bytes) -> str | None:
-    """Return what of a file must not be pushed: "a pickle", "an archive" or the kind of secret; None if it may be
-    pushed."""
+    """Return why a file with these bytes must not be pushed: "a pickle", "an archive" or the kind of secret in it, for
+    a message; None if it may be pushed."""
     if _is_pickle(data) or _holds_pickle(data):
         return _PICKLE
     if data.startswith(PACKED) or zipfile.is_zipfile(io.BytesIO(data)):
@@ -205,7 +209,7 @@ def forbidden_kind(data: bytes) -> str | None:
 
 
 def _find_in_text(data: bytes) -> str | None:
-    """Return the kind of secret in a text; None if there is none."""
+    """Return the kind of the first secret in the bytes of a text, for a message; None if there is none."""
     text = data.decode("latin-1")  # as many characters as bytes; all that is looked for is ASCII
     for kind, parts, form, check in _FORMS:
         if any(part in text for part in parts) and any(check(m[1]) for m in form.finditer(text)):
@@ -218,12 +222,16 @@ def _find_in_text(data: bytes) -> str | None:
 
 
 def _kind_for_key(key: str) -> str:
-    """Return the kind of secret for the value of a key."""
+    """Return the kind of a secret that is the value of this key, for a message."""
     return f'what its key "{key.lstrip("-")[:40]}" says'
 
 
 def _is_secret(key: str, value: str, quoted: bool) -> bool:
-    """Return whether the value of a key with such a name is a secret."""
+    """Return whether a value looks like a secret; its key is known to be named like that of one.
+
+    Args:
+        quoted: whether it is in quotes; for passwords, words will do then.
+    """
     if _PLACEHOLDER.fullmatch(value):
         return False
     if _is_mixed(value):
@@ -233,7 +241,12 @@ def _is_secret(key: str, value: str, quoted: bool) -> bool:
 
 
 def _find_named(lower: bytes, text: str) -> Iterator[re.Match[str]]:
-    """Yield keys with names of secrets, and their values."""
+    """Yield matches of keys that are named like those of secrets, with their values, in the groups "key", "value" and
+    "quote".
+
+    Args:
+        lower, text: the same text, once in lower case and as bytes.
+    """
     for stem in _STEMS:
         at = lower.find(stem)
         while at >= 0:
@@ -252,7 +265,8 @@ class _Pairs(list[tuple[str, Any]]):
 
 
 def _find_in_json(data: bytes) -> str | None:
-    """Return the kind of secret in a JSON file that a search of its bytes would not see; None if there is none."""
+    """Return the kind of a secret in a JSON file that a search of its bytes would not see, such as one with escapes;
+    None if there is none, or the bytes are not JSON."""
     try:
         refuse_bomb(data, "a file")
         read = json.loads(data, object_pairs_hook=_Pairs)
@@ -283,7 +297,12 @@ def _find_in_json(data: bytes) -> str | None:
 
 
 def _values_of(x: _Pairs, above: str | None) -> Iterator[tuple[Any, str | None]]:
-    """Yield the values of an object, each with its key."""
+    """Yield (value, its key) of a JSON object, with what values.json encodes (bytes, texts, dicts) decoded; the key is
+    None if there is none.
+
+    Args:
+        above: the key that the object itself is the value of; None if there is none.
+    """
     above = next((_last_text(item) for key, item in x if key == "path"), None) or above
     for key, item in x:
         if key in ("$bytes", "$bytearray") and isinstance(item, str):
@@ -303,14 +322,15 @@ def _values_of(x: _Pairs, above: str | None) -> Iterator[tuple[Any, str | None]]
 
 
 def _last_text(x: Any) -> str | None:
-    """Return the last text in the key of a dict, which may be a tuple."""
+    """Return the last text in a key of a dict, which may be a tuple, given as JSON; None if that does not end with a
+    text."""
     while isinstance(x, list) and x:
         x = x[-1][1] if isinstance(x, _Pairs) else x[-1]
     return x if isinstance(x, str) else None
 
 
 def _is_long_enough(text: str) -> bool:
-    """Return whether a text is long enough for a secret."""
+    """Return whether a text has enough characters for a secret."""
     return len(text) >= _SHORTEST
 
 
@@ -320,7 +340,7 @@ def _is_secret_key(key: str) -> bool:
 
 
 def _looks_secret(key: str, value: str) -> bool:
-    """Return whether a text is a secret, by its key."""
+    """Return whether the text `value` is a secret, judged with the name of its key."""
     if _is_secret_key(key):
         return _is_secret(key, value, True) and not re.search(r"\s", value)
     return len(value) >= 20 and _MAYBE.fullmatch(key) is not None and _is_mixed(value) and _looks_random(value)
@@ -332,7 +352,7 @@ _CALLS = frozenset({"REDUCE", "BUILD", "INST", "OBJ", "NEWOBJ", "NEWOBJ_EX", "EX
 
 
 def _is_pickle(data: bytes) -> bool:
-    """Return whether the bytes are a pickle that torch.load or pickle.load would run."""
+    """Return whether the bytes are a pickle, of any protocol, that torch.load or pickle.load would run."""
     if data[:1] == b"\x80" and data[1:2] in (b"\x02", b"\x03", b"\x04", b"\x05"):
         return True
     calls, end = _walk_opcodes(data)
@@ -350,7 +370,8 @@ def _is_pickle(data: bytes) -> bool:
 
 
 def _walk_opcodes(data: bytes) -> tuple[bool, int]:
-    """Return (whether a stream of opcodes calls what it names, bytes to its end); (False, 0) if it is not one."""
+    """Return (whether a stream of pickle opcodes calls something, the bytes up to its end); (False, 0) if it is not
+    one."""
     stream, calls = io.BytesIO(data), False
     try:
         for op, arg, _ in pickletools.genops(stream):

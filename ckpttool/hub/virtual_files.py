@@ -48,15 +48,20 @@ class Content:
 
     @property
     def source_bytes(self) -> int:
-        """Bytes that are read from the source for it."""
+        """Return how many bytes are read from the source for this file."""
         return sum(job.entry.nbytes for job in self.jobs)
 
     def blocks(self, index: int = 0, first: int = 0, crcs: CrcVerifier | None = None) -> Iterator[Block]:
-        """Yield blocks of the tensors from number `index` on, from about its element `first`; CRC32s of the source are
-        noted in `crcs`, where many streams share them.
+        """Yield blocks of bytes of the tensors in this file, in order.
+
+        Args:
+            index: number of the tensor to begin with.
+            first: element of that tensor from which on blocks are needed; the first block may begin before it.
+            crcs: compares the CRC32s of the source, for many streams together; None: each stream does that for itself.
 
         Raises:
-            Corrupt, SourceChanged: as `stream.Reader.blocks`.
+            Corrupt: bytes are missing or do not have the CRC32 that the source records. SourceChanged: the source was
+                written to.
         """
         ckpt = self.opened.checkpoint
         reader = Reader(self.opened.source, ckpt.files, ckpt.records, self.budget)
@@ -66,7 +71,12 @@ class Content:
 
 
 def contents(opened: OpenCheckpoint, draft: Draft, budget: IOBudget) -> list[Content]:
-    """Return the files of a draft, in its order."""
+    """Return the files that a draft of the hf layout plans, in its order; nothing is read.
+
+    Args:
+        opened: the checkpoint that the tensors are read from.
+        budget: limits how much is read at the same time.
+    """
     if draft.before or draft.after or draft.tail or any(f.coded for f in draft.files):
         raise AssertionError("the hf layout has nothing around tensors")
     out = [Content(f.name, f.size, f.first_bytes(), opened, budget) for f in draft.files]
@@ -97,6 +107,12 @@ class VirtualFile(io.BufferedIOBase):
     def __init__(
         self, content: Content, passed: Callable[[int], None] = lambda n: None, stop: threading.Event | None = None
     ) -> None:
+        """Open a file whose bytes are read from the source on demand.
+
+        Args:
+            passed: called with the number of bytes that were read for the first time, at every read.
+            stop: once it is set, reads raise Interrupted; None: never.
+        """
         self.content, self.name = content, content.name
         self.furthest = 0  # end of what was read so far
         self._passed, self._stop = passed, stop
@@ -120,13 +136,14 @@ class VirtualFile(io.BufferedIOBase):
         return self._at
 
     def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
-        """Set the position of the next read; reads nothing."""
+        """Set the position of the next read, and return it, from the beginning of the file; reads nothing."""
         base = {os.SEEK_SET: 0, os.SEEK_CUR: self._at, os.SEEK_END: self.content.size}[whence]
         self._at = max(0, base + offset)
         return self._at
 
     def read(self, size: int | None = -1, /) -> bytes:
-        """Read exactly `size` bytes, fewer only at the end.
+        """Return the next `size` bytes, fewer only at the end of the file; None or a negative number: all that are
+        left.
 
         Raises:
             Corrupt, SourceChanged: the source is damaged, or has changed. Interrupted: it was stopped.
@@ -142,12 +159,15 @@ class VirtualFile(io.BufferedIOBase):
         return out
 
     def read1(self, size: int = -1, /) -> bytes:
-        """Read as `read` does."""
+        """Return the next `size` bytes, as `read` does."""
         return self.read(size)
 
     def _read_pieces(self, piece: memoryview, n: int) -> bytes:
-        """Read `n` bytes, the first of which were read already. They are collected in one buffer: joining parts makes
-        malloc return and request memory again and again, which costs more than everything else."""
+        """Return the next `n` bytes, of which `piece` was read already.
+
+        They are collected in one buffer: joining parts makes malloc return and request memory again and again, which
+        costs more than everything else.
+        """
         if len(self._gathered) < n:
             self._gathered = bytearray(n)
         into, end = memoryview(self._gathered), 0
@@ -159,7 +179,11 @@ class VirtualFile(io.BufferedIOBase):
             piece = self._read_some(n - end)
 
     def _read_some(self, most: int) -> memoryview:
-        """Return bytes from where the next read begins, at least one if any is asked for; valid until the next call."""
+        """Return the next bytes, at most `most`, and at least one unless that is 0; valid until the next call.
+
+        Raises:
+            Interrupted: it was stopped. Corrupt, SourceChanged: the source is damaged, or has changed.
+        """
         if self._stop is not None and self._stop.is_set():
             raise Interrupted("the upload was stopped.")
         if not most:
@@ -178,7 +202,7 @@ class VirtualFile(io.BufferedIOBase):
         return out
 
     def _open_stream(self) -> None:
-        """Open a stream at the position of the next read."""
+        """Start to read the source at the position of the next read, which must be in a tensor."""
         self._close_stream()
         index = bisect_right(self.content.starts, self._at) - 1
         item = ITEMSIZE[self.content.jobs[index].dtype]
@@ -192,7 +216,7 @@ class VirtualFile(io.BufferedIOBase):
         self._here = self._at
 
     def _next_block(self) -> Block:
-        """Take the next block of the stream."""
+        """Return the next block that is read from the source; the one before is not valid any more."""
         self._rest = memoryview(b"")  # of a block that is not valid any more
         assert self._stream is not None
         self._block = next(self._stream)
@@ -200,13 +224,13 @@ class VirtualFile(io.BufferedIOBase):
         return self._block
 
     def _close_stream(self) -> None:
-        """Close the stream and free its buffers."""
+        """Stop reading the source, if a stream is open, and free its buffers."""
         stream, self._stream, self._block, self._rest, self._here = self._stream, None, None, memoryview(b""), -1
         self._gathered = bytearray()
         if stream is not None:
             stream.close()  # type: ignore[attr-defined]
 
     def close(self) -> None:
-        """Close the stream."""
+        """Close the file, and stop reading the source."""
         self._close_stream()
         super().close()

@@ -38,9 +38,11 @@ _ROOT = "base_model.model."
 
 
 def keep_adapter_only(ckpt: Checkpoint, config: dict[str, Any], wanted: str | None = None) -> Checkpoint:
-    """Return the same checkpoint with nothing but its adapter, as adapter_config.json describes it.
+    """Return the same checkpoint with nothing but its adapter, under the names that PEFT saves it with.
 
     Args:
+        ckpt: the checkpoint.
+        config: adapter_config.json, which says what belongs to the adapter.
         wanted: the adapter's name, where there are several; "default" where None.
 
     Raises:
@@ -104,15 +106,20 @@ def keep_adapter_only(ckpt: Checkpoint, config: dict[str, Any], wanted: str | No
 
 
 def outer_prefix(names: Iterable[str]) -> str:
-    """Return what stands before the names that PEFT gives, "" where nothing does: "net." of a Lightning module that
-    keeps the wrapped model in self.net."""
+    """Return what stands before the names that PEFT gives, such as "net." of a Lightning module that keeps the wrapped
+    model in self.net; "" where nothing does, or not the same everywhere."""
     found = {n[: n.index(_ROOT)] for n in names if ".lora_" in n and (n.startswith(_ROOT) or f".{_ROOT}" in n)}
     return found.pop() if len(found) == 1 else ""
 
 
 def adapter_as_model(ckpt: Checkpoint) -> Checkpoint:
-    """Return the same checkpoint with the adapter that torchtune keeps beside the weights, into which it has merged it,
-    as the model; without what a trainer's module puts before PEFT's names.
+    """Return the same checkpoint with the adapter as the model; as it is where it has none apart.
+
+    The adapter that torchtune keeps beside the weights, into which it has merged it, takes their place. What a
+    trainer's module puts before PEFT's names is left out.
+
+    Raises:
+        Unsupported: two tensors would have the same name without it.
     """
     if prefix := outer_prefix(joined(t.path[1:]) for t in ckpt.tensors.values() if t.path[0] == "model"):
         head = f"model.{prefix}"
@@ -141,8 +148,10 @@ def adapter_as_model(ckpt: Checkpoint) -> Checkpoint:
 
 
 def base_names(names: Mapping[str, str]) -> dict[str, str]:
-    """Return {name in the base model: in the checkpoint} of the weights that are not of an adapter, for names {FQN: in
-    the checkpoint} of a model that PEFT wrapped.
+    """Return {name in the base model: name in the checkpoint} of the weights that are not of an adapter.
+
+    Args:
+        names: {FQN: name in the checkpoint} of a model that PEFT wrapped.
 
     Raises:
         Unsupported: the weight of a module that has an adapter is not that of its base layer, so the adapter may be in
@@ -166,7 +175,13 @@ def base_names(names: Mapping[str, str]) -> dict[str, str]:
 
 
 def _choose_adapter(names: Iterable[str], prefix: str, known: re.Pattern[str], wanted: str | None) -> str | None:
-    """Choose the adapter, and return its name; None where its tensors do not have it in their names.
+    """Choose one of the adapters, and return its name; None where its tensors do not have it in their names.
+
+    Args:
+        names: of all weights.
+        prefix: what the names of the method's tensors begin with, such as "lora_".
+        known: matches the whole of such a name, such as "lora_A".
+        wanted: the adapter's name that the user gave; None: the only one, or "default".
 
     Raises:
         Unsupported: there is no adapter, or it is not clear which one. UsageError: none has the wanted name.
@@ -197,8 +212,8 @@ def _choose_adapter(names: Iterable[str], prefix: str, known: re.Pattern[str], w
 
 
 def _split_name(name: str, prefix: str) -> tuple[list[str], list[str], str | None] | None:
-    """Split a name into (elements up to the one of the method, those behind the adapter's name, that name); None of
-    another tensor."""
+    """Split a name at its dots into (elements up to the one that begins with `prefix`, those behind the adapter's name,
+    that name); None of another tensor. The adapter's name is None where it was left out."""
     path = name.split(".")
     at = next((i for i in range(len(path) - 1, -1, -1) if path[i].startswith(prefix)), None)
     if at is None or len(path) - at > 3:
@@ -210,8 +225,13 @@ def _split_name(name: str, prefix: str) -> tuple[list[str], list[str], str | Non
 
 
 def _saved_name(name: str, prefix: str, adapter: str | None) -> str | None:
-    """Return the name that PEFT saves a tensor of the adapter under; None for other tensors. An adapter of None is the
-    only one, whose name the directories of trainers leave out."""
+    """Return the name that PEFT saves a tensor of the adapter under; None for other tensors.
+
+    Args:
+        name: of the tensor.
+        prefix: what the names of the method's tensors begin with, such as "lora_".
+        adapter: its name; None: it is the only one, whose name the directories of trainers leave out.
+    """
     found = _split_name(name, prefix)
     if found is not None:
         front, rest, owner = found
@@ -226,7 +246,14 @@ def _saved_name(name: str, prefix: str, adapter: str | None) -> str | None:
 
 
 def _base_tensors_saved_with(names: list[str], saved: dict[str, str], config: dict[str, Any], prefix: str) -> list[str]:
-    """List the tensors of the base model that are saved with the adapter, under their own names."""
+    """List the tensors of the base model that are saved with the adapter, under their own names.
+
+    Args:
+        names: of all weights.
+        saved: {name: name in the file} of the adapter's tensors.
+        config: adapter_config.json, which says whether biases or embeddings belong to it.
+        prefix: what the names of the method's tensors begin with, such as "lora_".
+    """
     there = set(names)
     out: list[str] = []
     if config.get("bias") == "all":
@@ -242,5 +269,5 @@ def _base_tensors_saved_with(names: list[str], saved: dict[str, str], config: di
 
 
 def _is_adapted_embedding(name: str) -> bool:
-    """Decide whether a tensor is an embedding below the layer that adapts it."""
+    """Return whether a tensor is an embedding below the layer that adapts it."""
     return name.split(".")[-3:] in ([e, "base_layer", "weight"] for e in _EMBEDDINGS)

@@ -75,7 +75,7 @@ class _Pair(NamedTuple):
 
     @property
     def leaf(self) -> str:
-        """Return what the name of the parameter has in the place of `scale`."""
+        """Return the end of the parameter's name, which takes the place of `scale` at the end of the scale's name."""
         return ".weight" if self.codes in (".weight", ".qweight") else ""
 
 
@@ -174,16 +174,16 @@ class Encodings:
 
     @property
     def contradicted(self) -> bool:
-        """Decide whether the config says that the weights are codes, and none is."""
+        """Return whether the config says that the weights are codes, and none is."""
         return self.method is not None and self.method not in _AT_LOAD and not self and self.of > 0
 
     @cached_property
     def _faulty(self) -> dict[str, str]:
-        """Map {tensor: what is wrong with its encoding}."""
+        """Return {tensor: what is wrong with its encoding}."""
         return {n: fault.text for fault in self.faults for n in fault.tensors}
 
     def describe(self, name: str) -> str:
-        """Say what a tensor is in an encoding; "" where it is in none."""
+        """Return a text on what a tensor is in an encoding; "" where it is in none."""
         of = self.belongs.get(name)
         if of is None:
             return f'"{name}" belongs to no whole encoding ({self._faulty[name]})' if name in self._faulty else ""
@@ -192,7 +192,8 @@ class Encodings:
         return f'"{name}" {"is codes" if name == of else f"belongs to the codes {of},"} in {self.weights[of].scheme}'
 
     def schemes(self) -> dict[str, int]:
-        """Count the weights by scheme: {scheme, with the ending of its scales' names: weights}."""
+        """Count the weights by scheme: {text of the scheme and of the ending of its scales' names: number of
+        weights}."""
         out: dict[str, int] = {}
         for found in self.weights.values():
             text = f"{found.scheme}, scales in {found.scale.rpartition('.')[2]}"
@@ -200,12 +201,18 @@ class Encodings:
         return out
 
     def summary(self) -> str:
-        """Say in one line how many weights are codes, and in which scheme."""
+        """Return a line on how many weights are codes, and in which schemes."""
         return describe_schemes(len(self.weights), self.of, self.schemes())
 
 
 def describe_schemes(weights: int, of: int, schemes: Mapping[str, int]) -> str:
-    """Say how many weights are codes, of how many in all; `schemes` as `Encodings.schemes` has them."""
+    """Return a text on how many weights are codes, and in which schemes.
+
+    Args:
+        weights: how many are codes.
+        of: how many there are in all.
+        schemes: {text of a scheme: weights in it}.
+    """
     several = len(schemes) > 1
     listed = "; ".join(text + (f" ({n:,})" if several else "") for text, n in schemes.items())
     return f"{weights:,} of {of:,} weights are codes: {listed}"
@@ -216,6 +223,7 @@ def read_quantization_config(ckpt: Checkpoint, source: Source | None) -> Config 
     ModelOpt's hf_quant_config.json. None where there is none.
 
     Args:
+        ckpt: the checkpoint; its own config counts first.
         source: the folder that belongs to the checkpoint; None where it is a file among others.
     """
     configs = [ckpt.config or {}]
@@ -241,7 +249,8 @@ def find_in_checkpoint(ckpt: Checkpoint, config: Config | None) -> Encodings:
     none.
 
     Args:
-        config: what `read_quantization_config` gave.
+        ckpt: the checkpoint.
+        config: the quantization_config beside it; None where there is none.
     """
     inside = {joined(t.path) for c in composites(ckpt).values() for t in c.tensors.values()}
     tensors = {n: t for n, t in ckpt.tensors.items() if t.path[0] != "optim" and n not in inside}
@@ -249,8 +258,8 @@ def find_in_checkpoint(ckpt: Checkpoint, config: Config | None) -> Encodings:
 
 
 def find_in_tensors(tensors: Mapping[str, TensorEntry], config: Config | None = None) -> Encodings:
-    """Find the encoded weights among tensors, {name: tensor}; linear in their number. `config` is what
-    `read_quantization_config` gave."""
+    """Find the encoded weights among tensors, {name: tensor}; linear in their number. `config` is the
+    quantization_config beside them, None where there is none."""
     config = config or {}
     method = str(config.get("quant_method") or "of no name") if config else None
     quantised = method is not None and method not in _AT_LOAD
@@ -293,12 +302,13 @@ def find_in_tensors(tensors: Mapping[str, TensorEntry], config: Config | None = 
 
 
 def _count_tensors(names: Sequence[str]) -> str:
-    """Return how a sentence about some tensors begins."""
+    """Return how a sentence about some tensors begins: "1 tensor holds", "5 tensors hold"."""
     return "1 tensor holds" if len(names) == 1 else f"{len(names):,} tensors hold"
 
 
 def parameter_shapes(tensors: Mapping[str, TensorEntry], config: Config | None = None) -> dict[str, _Shape] | None:
-    """Return {name: shape} of the parameters that some tensors stand for; None where the codes of one do not tell."""
+    """Return {name: shape} of the parameters that some tensors stand for; None where the codes of one do not tell.
+    `config` is the quantization_config beside them, None where there is none."""
     found = find_in_tensors(tensors, config)
     out: dict[str, _Shape] = {}
     for name, t in tensors.items():
@@ -313,7 +323,8 @@ def parameter_shapes(tensors: Mapping[str, TensorEntry], config: Config | None =
 
 
 def _candidate_pairs(name: str, tensors: Mapping[str, TensorEntry]) -> Iterator[tuple[_Pair, str]]:
-    """Yield the codes that a tensor may be the scale of, by its name and their dtype."""
+    """Yield (pair, name of the codes) for each kind of pair in which the tensor `name` may be the scale, by its name
+    and the dtype of the codes."""
     for pair in _PAIRS:
         if name.endswith(pair.scale):
             codes = name[: -len(pair.scale)] + pair.codes
@@ -322,7 +333,14 @@ def _candidate_pairs(name: str, tensors: Mapping[str, TensorEntry]) -> Iterator[
 
 
 def _tensors_of_codes(codes: str, scale: str, pair: _Pair, tensors: Mapping[str, TensorEntry]) -> list[str]:
-    """List the tensors that belong to some codes: the codes, their scale, and what else there is of them."""
+    """List the tensors that belong to some codes: the codes, their scale, and what else there is of them.
+
+    Args:
+        codes: name of the codes.
+        scale: name of their scale.
+        pair: how the two names go together.
+        tensors: {name: tensor} of all.
+    """
     stem, module = scale[: -len(pair.scale)], codes.rpartition(".")[0]
     others = [stem + end for end in _WITH_WEIGHT] + [f"{module}.{leaf}" for leaf in _WITH_MODULE]
     return [codes, scale, *(n for n in others if n in tensors)]
@@ -342,7 +360,8 @@ class _StatedScheme(NamedTuple):
 
 
 def _parse_quantization_config(config: Config) -> _StatedScheme:
-    """Parse a quantization_config: of transformers, or with the groups of compressed-tensors."""
+    """Return what a quantization_config says of all weights, be it of transformers or with the groups of
+    compressed-tensors."""
     groups = config.get("config_groups")
     listed = [g.get("weights") for g in groups.values() if isinstance(g, dict)] if isinstance(groups, dict) else []
     rows = [w for w in listed if isinstance(w, dict)]
@@ -359,7 +378,16 @@ def _parse_quantization_config(config: Config) -> _StatedScheme:
 def _match_scheme(
     pair: _Pair, codes: str, scale: str, tensors: Mapping[str, TensorEntry], said: _StatedScheme
 ) -> _Scheme | None:
-    """Find out what codes and a scale are together; None where the scale's shape or dtype does not fit."""
+    """Return (name of the scheme, shape of the parameter or None) of codes and a scale; None where the scale's shape or
+    dtype does not fit.
+
+    Args:
+        pair: how their names go together.
+        codes: name of the codes.
+        scale: name of the scale.
+        tensors: {name: tensor} of all.
+        said: what the config says of all weights.
+    """
     c, s = tensors[codes], tensors[scale]
     if pair.scale == ".absmax":
         kind = next((k for k in ("nf4", "fp4") if f"{codes}.quant_state.bitsandbytes__{k}" in tensors), "4 bits")
@@ -387,8 +415,16 @@ def _match_scheme(
 
 
 def _match_packed_integers(pair: _Pair, codes: _Shape, s: TensorEntry, said: _StatedScheme) -> _Scheme | None:
-    """Match integers in int32. GPTQ packs the rows, AWQ the columns of the transposed weight, whose scales are [groups,
-    columns]."""
+    """Return (name of the scheme, None) of integers packed in int32; None where the scale does not fit.
+
+    GPTQ packs the rows, AWQ the columns of the transposed weight, whose scales are [groups, columns].
+
+    Args:
+        pair: how the names of codes and scale go together.
+        codes: shape of the codes.
+        s: the scale.
+        said: what the config says of all weights.
+    """
     text = f"int{said.bits} packed in int32" if said.bits is not None else "integers packed in int32"
     if s.dtype not in _WIDE or not codes or not codes[-1]:
         return None
@@ -402,8 +438,16 @@ def _match_packed_integers(pair: _Pair, codes: _Shape, s: TensorEntry, said: _St
 
 
 def _match_mlx(codes: _Shape, scales: _Shape, said: _StatedScheme) -> _Scheme | None:
-    """Match MLX's weights: a scale for each group of 32, 64 or 128 numbers in a row. Their shape needs the bits of the
-    config."""
+    """Return (name of the scheme, shape of the parameter) of MLX's weights; None where the scales do not fit.
+
+    MLX has a scale for each group of 32, 64 or 128 numbers in a row. The parameter's shape needs the bits of the
+    config; it is None where that does not tell them.
+
+    Args:
+        codes: shape of the codes.
+        scales: shape of the scales.
+        said: what the config says of all weights.
+    """
     if len(codes) < 2 or scales[:-1] != codes[:-1]:
         return None
     if said.bits is None:
@@ -412,8 +456,8 @@ def _match_mlx(codes: _Shape, scales: _Shape, said: _StatedScheme) -> _Scheme | 
 
 
 def _match_fp4(c: TensorEntry, s: TensorEntry) -> str | None:
-    """Name fp4 with two codes in a byte, whose scales are for groups of 16 or 32 codes; None where the shapes are
-    others."""
+    """Return the name of fp4 with two codes in a byte (`c`), whose scales (`s`) are for groups of 16 or 32 codes; None
+    where the shapes are others."""
     if not c.shape or not s.shape or s.shape[:-1] != c.shape[:-1]:
         return None
     for kind, dtypes, group in (("nvfp4", _FLOAT8, 16), ("mxfp4", _EXPONENTS, 32)):
@@ -423,8 +467,13 @@ def _match_fp4(c: TensorEntry, s: TensorEntry) -> str | None:
 
 
 def _scale_granularity(shape: _Shape, scale: _Shape, block: _Shape | None) -> str | None:
-    """Say which codes share a scale; None where the shapes do not fit. `block` is what the config says of the last two
-    dimensions."""
+    """Return a text on which codes share a scale ("blocks of 128x128"); None where the shapes do not fit.
+
+    Args:
+        shape: of the codes.
+        scale: shape of the scales.
+        block: rows and columns that share a scale, by the config; None where it does not say.
+    """
     alike = len(scale) == len(shape) >= 2
     if (
         block is not None
@@ -445,7 +494,7 @@ def _scale_granularity(shape: _Shape, scale: _Shape, block: _Shape | None) -> st
 
 
 def _codes_per_scale(n: int, scales: int) -> int:
-    """Find how many of `n` codes in a row share one of so many scales; 0 where no usual number does."""
+    """Return how many of `n` codes in a row share one of so many scales; 0 where no usual number does."""
     if n == scales:
         return 1
     usual = next((b for b in (128, 32, 16, 64, 256, 512, 1024) if scales == -(-n // b)), 0)
@@ -458,8 +507,17 @@ def _codes_per_scale(n: int, scales: int) -> int:
 def _describe_lonely(
     name: str, t: TensorEntry, tensors: Mapping[str, TensorEntry], quantised: bool
 ) -> tuple[str, bool] | None:
-    """Return (what a tensor is that should belong to a whole encoding and does not, whether its name alone says so);
-    None where it need not."""
+    """Return what a tensor is that should belong to a whole encoding and does not; None where it need not.
+
+    Args:
+        name: of the tensor.
+        t: the tensor.
+        tensors: {name: tensor} of all.
+        quantised: whether the config says that the weights are codes.
+
+    Returns:
+        (a text such as "scales without codes", whether the name alone says so).
+    """
     leaf = name.rpartition(".")[2]
     if not leaf.startswith(("weight", "qweight")) and not leaf.endswith("_scale_inv"):
         return None

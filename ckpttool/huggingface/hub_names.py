@@ -81,7 +81,7 @@ class LoadVerdict(NamedTuple):
 
     @property
     def good(self) -> bool:
-        """Decide whether every weight would be loaded, and no other one is needed."""
+        """Return whether every weight would be loaded, and no other one is needed."""
         return not (self.missing or self.unexpected or self.shapes)
 
 
@@ -98,8 +98,12 @@ class Relation(NamedTuple):
 
 
 def relate(config: dict[str, Any], tensors: dict[str, tuple[int, ...]] | None, judge: bool = False) -> Relation:
-    """Find out how the parameters of a model, {name: shape} in memory, stand on the Hub; None takes the model's own
-    list. With `judge`, whether the model of `config` loads them.
+    """Find out how the parameters of a model stand on the Hub.
+
+    Args:
+        config: config.json.
+        tensors: {name in memory: shape}; None takes the model's own list.
+        judge: find out, too, whether the model of `config` loads them.
 
     Raises:
         MissingPackage: transformers is not installed.
@@ -127,8 +131,9 @@ def relate(config: dict[str, Any], tensors: dict[str, tuple[int, ...]] | None, j
 
 
 def find_contradiction(config: Config, shapes: Mapping[str, tuple[int, ...]]) -> str | None:
-    """Say what shows, without asking transformers, that some weights are not of the model of a config; None where
-    nothing does. It looks at the embedding and the number of layers, in architectures of PLAIN."""
+    """Return a text on what shows, without asking transformers, that some weights are not of the model of a config;
+    None where nothing does. `shapes` are {name: shape} of the weights. It looks at the embedding and the number of
+    layers, in the architectures whose names are the same on the Hub."""
     kind = config.get("model_type")
     if kind not in PLAIN:
         return None
@@ -149,14 +154,14 @@ def find_contradiction(config: Config, shapes: Mapping[str, tuple[int, ...]]) ->
 
 @lru_cache(16)
 def _ask_child(question: bytes) -> bytes:
-    """Ask the child, and return its answer. That takes seconds, and a conversion asks the same for its source, its
-    draft and the result."""
+    """Ask the child process a question, in JSON, and return its answer, in JSON. That takes seconds, and a conversion
+    asks the same for its source, its draft and the result."""
     return run_in_child("ckpttool.huggingface.hub_names:_answer", "transformers", 0, question)
 
 
 def meta_model(config_dict: dict[str, Any]) -> Any:
     """Build the model of a config on the meta device, for a child process: names and shapes, no weights, no code beside
-    them."""
+    them. Takes keys out of `config_dict`."""
     import torch
     import transformers
 
@@ -176,7 +181,12 @@ def meta_model(config_dict: dict[str, Any]) -> Any:
 
 
 def _answer(_: str) -> bytes:
-    """Answer the question on stdin, in the child."""
+    """Answer, in the child process, the question on stdin: a JSON object of the fields of Relation. The argument is not
+    used.
+
+    Raises:
+        ValueError: a tensor of the Hub is computed and no part of one parameter.
+    """
     import torch
     from transformers.core_model_loading import revert_weight_conversion
 
@@ -216,8 +226,12 @@ def _answer(_: str) -> bytes:
 
 
 def _judge(model: Any, state: dict[str, Any]) -> LoadVerdict:
-    """Find out, in the child, what becomes of a state, {name in memory: meta tensor}, on its way to the Hub and back:
-    as it is, or without a prefix."""
+    """Find out, in the child process, what becomes of a state on its way to the Hub and back: as it is, or without a
+    prefix. `state` is {name in memory: meta tensor}.
+
+    Raises:
+        NotImplementedError: this torch cannot do that with meta tensors.
+    """
     found = _load_back(model, state)
     if found.good:
         return found
@@ -231,7 +245,7 @@ def _judge(model: Any, state: dict[str, Any]) -> LoadVerdict:
 
 
 def _load_back(model: Any, state: dict[str, Any]) -> LoadVerdict:
-    """Have `from_pretrained` load a state as it would be saved, on the meta device; returns what it says.
+    """Have `from_pretrained` load a state, {name in memory: meta tensor}, as it would be saved; return what it says.
 
     Raises:
         NotImplementedError: this torch cannot do that with meta tensors.

@@ -130,7 +130,7 @@ def find_lora(ckpt: Checkpoint) -> AdapterShape | None:
 
 
 def find_lora_in_shapes(shapes: Shapes) -> AdapterShape | None:
-    """Find the LoRA among the weights of a model, by their names; None where there is none."""
+    """Find the LoRA among the weights of a model, {name: shape}, by their names; None where there is none."""
     ranks: Counter[int] = Counter()
     modules: set[str] = set()
     names: set[str] = set()
@@ -159,10 +159,15 @@ def find_lora_in_shapes(shapes: Shapes) -> AdapterShape | None:
 
 
 def make_config(saved: Shapes, *, lora_alpha: float, rslora: bool, base_model: str | None) -> dict[str, Any]:
-    """Make the adapter_config.json of an adapter whose names and shapes, as PEFT saves them, are known, and whose alpha
-    was given.
+    """Make the adapter_config.json of an adapter for which there is none.
 
-    What neither says is as PEFT's defaults: no dropout, no bias of the base model trained.
+    What the arguments do not say is as PEFT's defaults: no dropout, no bias of the base model trained.
+
+    Args:
+        saved: {name: shape} of its tensors, as PEFT saves them.
+        lora_alpha: its alpha, by which it is scaled.
+        rslora: whether the scale is alpha / sqrt(r).
+        base_model: name of the base model; None: not known.
 
     Raises:
         Unsupported: it has no lora_A, or a tensor of a kind that is not known.
@@ -202,7 +207,11 @@ def refuse_unmergeable(config: Config, *, base_is_given: bool) -> None:
     """Refuse an adapter that cannot be merged exactly, by the name of what stands in the way.
 
     Args:
+        config: its adapter_config.json.
         base_is_given: the base model is another checkpoint, and not what the job held beside the adapter.
+
+    Raises:
+        Unsupported: it cannot be merged.
     """
     kind = config.get("peft_type")
     if kind != "LORA":
@@ -233,10 +242,13 @@ def scaling(config: Config, module: str, rank: int) -> float:
     """Return the factor of a module's product B @ A: alpha / r, or alpha / sqrt(r) with use_rslora.
 
     Args:
+        config: adapter_config.json.
+        module: name of the module.
         rank: that of its matrices.
 
     Raises:
-        Corrupt: the file has another rank than its matrices, or no alpha.
+        Corrupt: the file has another rank than its matrices, or no alpha, or a damaged pattern.
+        Unsupported: a pattern could take forever.
     """
     r = _pattern_value(config, "rank_pattern", module, config.get("r"))
     alpha = _pattern_value(config, "alpha_pattern", module, config.get("lora_alpha"))
@@ -254,10 +266,16 @@ def scaling(config: Config, module: str, rank: int) -> float:
 
 
 def _pattern_value(config: Config, field: str, module: str, usual: Any) -> Any:
-    """Return the value of the first pattern that matches the module to its end; `usual` where none does.
+    """Return the value of the first pattern that matches the module to its end.
+
+    Args:
+        config: adapter_config.json.
+        field: its field with {pattern: value}.
+        module: name of the module.
+        usual: the value where no pattern matches.
 
     Raises:
-        Corrupt, Unsupported: a pattern is none, or could take forever.
+        Corrupt: the field is no object, or a pattern is none. Unsupported: a pattern could take forever.
     """
     patterns = config.get(field) or {}
     if not isinstance(patterns, dict):
@@ -274,10 +292,10 @@ _QUANTIFIED_GROUP = re.compile(r"\)\s*[*+?{]")
 
 
 def _pattern_matches(field: str, pattern: str, module: str) -> bool:
-    """Decide whether a pattern of a field of adapter_config.json matches a module, as PEFT does.
+    """Return whether a pattern in a field of adapter_config.json matches a module, as PEFT does.
 
     Raises:
-        Corrupt, Unsupported: it is no pattern, or could take forever.
+        Corrupt: it is no pattern. Unsupported: it could take forever.
     """
     if re.fullmatch(r"[\w.-]*", pattern):  # a name, whose dots match any character
         return re.search(rf"(?:^|\.)(?:{pattern})$", module) is not None
@@ -325,18 +343,22 @@ class Change:
 
     @property
     def is_copy(self) -> bool:
-        """Decide whether the adapter has a copy of the whole module (modules_to_save), which is tied to nothing."""
+        """Return whether the adapter has a copy of the whole module (modules_to_save), which is tied to nothing."""
         return self.start is not None and "base_layer" not in self.start[1].split(".")
 
 
 def plan_changes(adapters: Mapping[str, Shapes], configs: Mapping[str, Config], base: Shapes) -> dict[str, Change]:
-    """Plan a merge: {tensor of the base model: what becomes of it}, for adapters {name: tensors as PEFT saves them}
-    merged in this order.
+    """Plan a merge of adapters, in this order: {tensor of the base model: what becomes of it}, of those that change.
+
+    Args:
+        adapters: {name of an adapter: {name as PEFT saves it: shape}}.
+        configs: {name of an adapter: its adapter_config.json}.
+        base: {name: shape} of the base model.
 
     Raises:
         Unsupported: an adapter changes what is not a weight of a linear layer or an embedding, or what the base model
-            lacks.
-        Corrupt: shapes do not fit.
+            lacks; or adapters cannot be merged together.
+        Corrupt: shapes do not fit, or an adapter_config.json is of another adapter.
     """
     starts: dict[str, tuple[str, str]] = {}
     updates: dict[str, list[Update]] = {}
@@ -375,7 +397,8 @@ def plan_changes(adapters: Mapping[str, Shapes], configs: Mapping[str, Config], 
 
 
 def _group_by_module(saved: Iterable[str]) -> dict[str, dict[str, str]]:
-    """Group the LoRA in an adapter: {module: {kind of tensor, as in `_KINDS`: its name}}.
+    """Group the LoRA in an adapter: {module: {"a", "b", "bias" or "magnitude": name of the tensor}}. `saved` are the
+    names of its tensors.
 
     Raises:
         Unsupported: a tensor is of a kind that is not known.
@@ -396,12 +419,12 @@ def _group_by_module(saved: Iterable[str]) -> dict[str, dict[str, str]]:
 
 
 def _base_name(name: str) -> str:
-    """Return the name in the base model of what PEFT has wrapped."""
+    """Return the name in the base model of a parameter or module that PEFT has wrapped."""
     return ".".join(p for p in name.removeprefix(ROOT).split(".") if p != "base_layer")
 
 
 def _require_target(target: str, name: str, base: Shapes) -> str:
-    """Return `target`, the tensor that `name` of the adapter belongs to.
+    """Return `target`, the tensor of the base model (`base`, {name: shape}) that `name` of the adapter belongs to.
 
     Raises:
         Unsupported: the base model does not have it.
@@ -418,10 +441,19 @@ def _require_target(target: str, name: str, base: Shapes) -> str:
 def _make_update(
     adapter: str, module: str, kinds: Mapping[str, str], saved: Shapes, config: Config, base: Shapes
 ) -> Update:
-    """Make the update of one module from the names of its tensors, `kinds`, after comparing all shapes.
+    """Make the update of one module, after comparing all shapes.
+
+    Args:
+        adapter: its name.
+        module: name of the module in the base model.
+        kinds: {"a", "b", "bias" or "magnitude": name of the tensor}.
+        saved: {name: shape} of the adapter's tensors.
+        config: its adapter_config.json.
+        base: {name: shape} of the base model.
 
     Raises:
-        Corrupt, Unsupported: as `plan_changes`.
+        Corrupt: tensors are missing, or shapes or adapter_config.json do not fit.
+        Unsupported: it is not a linear layer or an embedding, or the base model lacks it.
     """
     if not {"a", "b"} <= kinds.keys():
         raise Corrupt(f'"{module}": the adapter has only {", ".join(sorted(kinds.values()))}. The file is incomplete.')
@@ -469,8 +501,14 @@ def _make_update(
 
 
 def _is_conv1d(module: str, config: Config, saved: Shapes, base: Shapes) -> bool:
-    """Decide whether a square weight is that of a Conv1D (GPT-2), which stores it transposed: by the other weights that
+    """Return whether a square weight is that of a Conv1D (GPT-2), which stores it transposed: by the other weights that
     are adapted, as PEFT's fan_in_fan_out is only what the last one wanted.
+
+    Args:
+        module: name of the module.
+        config: adapter_config.json.
+        saved: {name: shape} of the adapter's tensors.
+        base: {name: shape} of the base model.
 
     Raises:
         Unsupported: some are and some are not, and nothing tells of this one.

@@ -76,12 +76,16 @@ def read_config(source: Source) -> dict[str, Any]:
 
 
 def is_known_file(name: str) -> bool:
-    """Decide whether a file of that name is the model's config or tokenizer, or a configuration of the trainer."""
+    """Return whether a file of that name is the model's config or tokenizer, or a configuration of the trainer."""
     return _MODEL.fullmatch(name) is not None or _TRAINING.fullmatch(name) is not None
 
 
 def _read_folder(source: Source, notes: list[str]) -> tuple[dict[str, Any] | None, dict[str, bytes]]:
-    """Read (config.json, files to copy) of a folder; `notes` is extended by what is not copied."""
+    """Read (config.json or None, {name: bytes} of files to copy) of a folder; `notes` gets what is not copied.
+
+    Raises:
+        Corrupt, Unsafe: config.json is not a JSON object, or a file is too large.
+    """
     names = [n for n in source.list() if _MODEL.fullmatch(n) and source.exists(n)]
     found = read_config(source) if "config.json" in names else None
     files = {n: source.read_all(n, _MOST_BYTES) for n in names}
@@ -92,7 +96,8 @@ def _read_folder(source: Source, notes: list[str]) -> tuple[dict[str, Any] | Non
 
 
 def fetch_from_hub(model: str, patterns: list[str]) -> str:
-    """Fetch the files of a model on the Hub that match patterns; returns their folder.
+    """Fetch the files of a model on the Hub whose names match one of some patterns (as in a shell); return their folder
+    on this machine.
 
     Raises:
         Unsupported: there is no such model, or the name is a path. RemoteError: the Hub did not answer.
@@ -121,7 +126,11 @@ def fetch_from_hub(model: str, patterns: list[str]) -> str:
 
 def read_model_files(config: str, notes: list[str] | None = None) -> tuple[dict[str, Any] | None, dict[str, bytes]]:
     """Return (config.json or None if there is none, {name: bytes} to copy) of a folder, of the folder of a file, or of
-    a Hub model id; `notes` gets what is not copied.
+    a Hub model id.
+
+    Args:
+        config: the folder, file or id.
+        notes: gets what is not copied; None where nobody asks.
 
     Raises:
         Unsupported: it is none of these. RemoteError: the Hub did not answer.
@@ -146,8 +155,13 @@ class ModelFiles(NamedTuple):
 
 
 def find_model_files(source: Source, given: str | None, notes: list[str]) -> ModelFiles:
-    """Find the config and tokenizer of the model given, or else those in the source or beside it; `notes` is
-    extended."""
+    """Find the config and tokenizer of the model `given` (a folder, a file or a Hub model id), or, if that is None,
+    those in the source or beside it. `notes` gets where they were found, or that there are none.
+
+    Raises:
+        Unsupported: `given` is none of these. RemoteError: the Hub did not answer.
+        Corrupt, Unsafe: the config.json of `given` is not a JSON object.
+    """
     if given is not None:
         return ModelFiles(*read_model_files(given, notes), None)
     for below in _FOLDERS if source.local_folder else ("",):
@@ -178,14 +192,24 @@ def find_model_files(source: Source, given: str | None, notes: list[str]) -> Mod
 def find_adapter_files(
     source: Source, given: str | None, notes: list[str], name: str | None = None, *, one_of_several: bool = False
 ) -> tuple[dict[str, Any], dict[str, bytes]] | None:
-    """Find (adapter_config.json, files to copy, that one among them) of an adapter; None where there is none.
+    """Find (adapter_config.json, {name: bytes} of files to copy, that one among them) of an adapter; None where there
+    is none.
 
     Looked for in the folder `given`, or else in the source's own, in model/ in it, where NeMo AutoModel saves an
     adapter, and in the one above it; in each, first in the folder that has the adapter's name, if that is known. The
     config of the base model is not among the files.
 
-    Of several adapters, one that is not called default has its file in a folder of its own, as PEFT saves them; only a
-    folder that was given may have it otherwise.
+    Args:
+        source: the checkpoint.
+        given: a folder, a file or a Hub model id; None: look beside the source.
+        notes: gets where they were found.
+        name: the adapter's; None: not known.
+        one_of_several: the checkpoint holds several adapters. Then one that is not called default has its file in a
+            folder of its own, as PEFT saves them; only a folder that was given may have it otherwise.
+
+    Raises:
+        Corrupt, Unsafe: adapter_config.json is not a JSON object. Unsupported: `given` is none of these.
+        RemoteError: the Hub did not answer.
     """
     files: dict[str, bytes] = {}
     if given is not None:
@@ -209,8 +233,8 @@ def find_adapter_files(
 
 
 def _read_adapter_folder(source: Source, folder: str, notes: list[str]) -> dict[str, bytes]:
-    """Read the files of a folder of the source, or of one around it, if an adapter_config.json is among them; else
-    {}."""
+    """Read {name: bytes} of a folder of the source ("" is its own), or of one around it, if an adapter_config.json is
+    in it; else return {}. `notes` gets what is not copied."""
     if not folder:
         return _read_folder(source, notes)[1] if source.exists(ADAPTER_CONFIG) else {}
     if not folder.startswith(".."):
@@ -223,7 +247,12 @@ def _read_adapter_folder(source: Source, folder: str, notes: list[str]) -> dict[
 
 
 def missing_adapter_config(given: str | None, option: str = "config") -> Unsupported:
-    """Return the error where adapter_config.json is needed and there is none."""
+    """Return the error where adapter_config.json is needed and there is none.
+
+    Args:
+        given: the folder that the user gave for it; None if it was looked for beside the source.
+        option: the option that takes the folder.
+    """
     where = f"{argument(option, given)} has" if given is not None else "beside the source there is"
     return Unsupported(
         f"{where} no {ADAPTER_CONFIG}, which says by how much the adapter is scaled. Give {argument(option)} the "
@@ -234,8 +263,11 @@ def missing_adapter_config(given: str | None, option: str = "config") -> Unsuppo
 
 
 def read_training_files(source: Source, given: str | None) -> dict[str, bytes]:
-    """Read the configuration that a checkpoint was made with: files of the model, and those of the trainer in the
-    folder of the checkpoint and in the one above it, by name; the nearest counts."""
+    """Read {name: bytes} of the configuration that a checkpoint was made with: files of the model, and those of the
+    trainer in the folder of the checkpoint and in the one above it; of one name the nearest counts.
+
+    `given` is the model's folder or id; None: its files are looked for beside the checkpoint.
+    """
     out = dict(find_model_files(source, given, [])[1])
     for folder in ("", "..") if source.local_folder else ("",):
         where = Source(os.path.join(source.root, folder)) if folder else source

@@ -36,10 +36,11 @@ class ModelNames(NamedTuple):
 
 
 def load_config(given: str) -> dict[str, Any]:
-    """Load the config.json that --config names: in a folder, a file, or of a model id.
+    """Load the config.json that --config names: in a folder, a file, or of a model id on the Hub.
 
     Raises:
-        Unsupported: there is none. RemoteError: the Hub did not answer.
+        Unsupported: there is none, or it has no model_type. RemoteError: the Hub did not answer.
+        Corrupt, Unsafe: it is not JSON.
     """
     if not os.path.isdir(given) and not os.path.isfile(given):
         given = model_files.fetch_from_hub(given, ["config.json"])
@@ -76,8 +77,8 @@ T = TypeVar("T")
 
 
 def sort_by_module_order(tensors: Mapping[str, T], config: Config) -> dict[str, T]:
-    """Return the tensors of a model, or of PEFT's adapter for it, {FQN: anything}, in the order of the model's
-    `named_parameters()`.
+    """Return the tensors of a model, or of PEFT's adapter for it, in the order of the model's `named_parameters()`.
+    `tensors` are {FQN: anything}.
 
     Raises:
         MissingPackage: transformers is not installed. Unsupported: the config is that of another model.
@@ -86,7 +87,12 @@ def sort_by_module_order(tensors: Mapping[str, T], config: Config) -> dict[str, 
     modules = {name.rpartition(".")[0]: i for name, i in order.items()}
 
     def place(name: str) -> tuple[int, str]:
-        """Return where a tensor comes: by its parameter, or by the module whose adapter it is of."""
+        """Return where a tensor comes: (number of its parameter, or of the module whose adapter it is of, rest of the
+        name, which sorts tensors of one adapter).
+
+        Raises:
+            Unsupported: the model has no such parameter or module.
+        """
         if name in order:
             return order[name], ""
         inner = name.removeprefix("base_model.model.")
@@ -108,12 +114,14 @@ def sort_by_module_order(tensors: Mapping[str, T], config: Config) -> dict[str, 
 
 @lru_cache(4)
 def _ask_child(config: bytes) -> bytes:
-    """Ask the child, and return its answer; that takes seconds."""
+    """Ask the child process for the names of the model of a config, in JSON, and return its answer, in JSON; that takes
+    seconds."""
     return run_in_child("ckpttool.huggingface.model_names:_answer", "transformers", 0, config)
 
 
 def _answer(_: str) -> bytes:
-    """Answer for the config on stdin, in the child."""
+    """Answer, in the child process, for the config on stdin: a JSON object of the fields of ModelNames. The argument is
+    not used."""
     model = meta_model(json.loads(sys.stdin.buffer.read()))
     model.tie_weights()
     first: dict[int, str] = {}

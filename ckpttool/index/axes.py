@@ -59,27 +59,42 @@ class Axes:
 
     @classmethod
     def parse(cls, text: str) -> Axes:
-        """Parse the axes that a text describes, without its square brackets.
+        """Parse a text of axes such as "(g (n+1+1) h) x", without its square brackets.
 
         Raises:
-            UsageError: it is not made of names, 1, parentheses and +.
+            UsageError: it is not made of names, 1, _, parentheses and +, has more than one sum, names an axis twice, or
+                has _ outside of a sum.
         """
         tokens = _TOKEN.findall(text)
 
         def bad(what: str) -> UsageError:
-            """Make the error for a text that does not parse."""
+            """Make the error for the text, which does not parse; `what` is the reason."""
             return UsageError(
                 f"[{text if len(text) < 200 else text[:200] + '...'}]: {what}. Axes are names, products (a b) and sums "
                 "(a+b), such as (g (n+1+1) h) x."
             )
 
         def atom(token: str) -> Term:
+            """Turn a token into the product that it stands for: one name, or nothing for "1".
+
+            Raises:
+                UsageError: it is not the name of an axis.
+            """
             if token != PAD and not token[0].isalpha() and token != "1":
                 raise bad(f"{token!r} is not the name of an axis")
             return () if token == "1" else (token,)
 
         def group(depth: int) -> Dim:
-            """Parse what is inside parentheses: a product of factors, or a sum of products of atoms."""
+            """Parse what is inside parentheses and remove it from the tokens: a product of factors, or a sum of
+            products of names.
+
+            Args:
+                depth: how many other parentheses are open around it.
+
+            Raises:
+                UsageError: the parenthesis is not closed, is nested too deep, or has a term that is no product of
+                    names.
+            """
             terms: list[list[Factor]] = [[]]
             if depth > _DEEPEST:
                 raise bad(f"parentheses are nested deeper than {_DEEPEST}")
@@ -118,39 +133,43 @@ class Axes:
 
     @property
     def sums(self) -> list[Factor]:
-        """List its sums of several terms; at most one."""
+        """List the factors that are sums of several terms; there is at most one."""
         return [f for d in self.dims for f in d if len(f) > 1]
 
     @property
     def atoms(self) -> set[str]:
-        """Return the names of all its axes, without padding."""
+        """Return the names of all its axes (atoms), without the padding _."""
         return {a for d in self.dims for f in d for t in f for a in t} - {PAD}
 
     def term(self, k: int) -> Axes:
-        """Return the same axes with the k-th term of the sum in place of the sum."""
+        """Return the same axes with term number `k` (from 0) of the sum in place of the sum; unchanged where there is
+        no sum."""
 
         def of(f: Factor) -> Dim:
+            """Return a factor as it is, or, if it is a sum, the factors of its term number `k`."""
             return tuple(((a,),) for a in f[k]) if len(f) > 1 else (f,)
 
         return Axes(tuple(tuple(g for f in d for g in of(f)) for d in self.dims))
 
     def without(self, atoms: frozenset[str]) -> Axes:
-        """Return the same axes without the dimensions that are one of these atoms."""
+        """Return the same axes without the dimensions that consist of nothing but one of `atoms`, which are names of
+        axes."""
         return Axes(tuple(d for d in self.dims if not (len(d) == 1 and len(d[0]) == 1 and set(d[0][0]) & atoms)))
 
     def shape(self, sizes: Mapping[str, int]) -> tuple[int, ...]:
-        """Compute the shape of a tensor with these axes from {atom: size}.
+        """Compute the shape of a tensor with these axes; `sizes` is {name of an axis: its size in elements}.
 
         Raises:
-            UnknownSize: of an atom that has no size.
+            UnknownSize: an axis has no size.
         """
         return tuple(prod(_factor_size(f, sizes) for f in d) for d in self.dims)
 
     def solve(self, shape: Sequence[int], sizes: dict[str, int]) -> None:
-        """Derive the sizes of atoms that follow from a shape, and add them to `sizes`.
+        """Derive the sizes of axes that follow from a shape and from the sizes already known, and add them to `sizes`,
+        {name of an axis: size}; axes whose size does not follow stay absent.
 
         Raises:
-            AxesError: the shape contradicts the sizes.
+            AxesError: the shape contradicts the sizes, or has another number of dimensions.
         """
         if len(shape) != len(self.dims):
             raise AxesError(f"it has {len(shape)} dimensions, and its axes are {len(self.dims)}")
@@ -158,11 +177,14 @@ class Axes:
             pass
 
     def __str__(self) -> str:
+        """Return the text that `Axes.parse` reads back to the same axes."""
+
         def term(t: Term) -> str:
-            """Write a product of atoms."""
+            """Return the text of a product of names; "1" of an empty one."""
             return " ".join(t) or "1"
 
         def dim(d: Dim) -> str:
+            """Return the text of a dimension, in parentheses unless it is one factor."""
             inner = " ".join(term(f[0]) if len(f) == 1 else "(" + "+".join(map(term, f)) + ")" for f in d)
             return inner if len(d) == 1 else f"({inner})"
 
@@ -170,10 +192,10 @@ class Axes:
 
 
 def _factor_size(f: Factor, sizes: Mapping[str, int]) -> int:
-    """Compute the size of a sum of terms.
+    """Compute the size of a factor, the sum of its terms; `sizes` is {name of an axis: size}.
 
     Raises:
-        UnknownSize: of an atom that has no size.
+        UnknownSize: an axis has no size.
     """
     for t in f:
         for a in t:
@@ -183,10 +205,11 @@ def _factor_size(f: Factor, sizes: Mapping[str, int]) -> int:
 
 
 def _solve_dim(d: Dim, n: int, sizes: dict[str, int]) -> bool:
-    """Find the one unknown atom of a dimension of n elements, and return whether there was one.
+    """Find the size of the one axis that is unknown in a dimension of `n` elements, add it to `sizes`, {name of an
+    axis: size}, and return True; return False where all are known or several are unknown.
 
     Raises:
-        AxesError: no size of it gives n, or all are known and give another length.
+        AxesError: no size gives `n` elements, or all are known and give another number.
     """
     unknown = {a for f in d for t in f for a in t if a not in sizes}
     if not unknown:
@@ -205,7 +228,7 @@ def _solve_dim(d: Dim, n: int, sizes: dict[str, int]) -> bool:
 
 
 def _describe_dim(d: Dim, sizes: Mapping[str, int]) -> str:
-    """Describe a dimension and the known sizes in it, for messages."""
+    """Return a text that shows a dimension and the sizes that are known of its axes, for messages: [(g h)] with g=2."""
     known = {a: sizes[a] for f in d for t in f for a in t if a in sizes}
     return f"[{Axes((d,))}]" + (f" with {', '.join(f'{a}={n}' for a, n in known.items())}" if known else "")
 
@@ -223,7 +246,7 @@ class _Run(NamedTuple):
     other_step: int
 
     def swapped(self) -> _Run:
-        """Return the same run seen from the other tensor."""
+        """Return the same run of indices as seen from the other of the two tensors."""
         return _Run(self.size, self.other_dim, self.other_step, self.dim, self.step)
 
 
@@ -238,14 +261,15 @@ class Link:
 
     @property
     def is_identity(self) -> bool:
-        """Whether part and whole are the same tensor."""
+        """Whether part and whole have the same shape, and every element is at the same place in both."""
         return self.part_shape == self.whole_shape and all(
             r.dim == r.other_dim and r.step == r.other_step for r in self.runs if r.size > 1
         )
 
 
 def _steps_by_atom(axes: Axes, sizes: Mapping[str, int]) -> dict[str, tuple[int, int]]:
-    """Return {atom: (dimension, elements along it that one index moves)} for axes without sums."""
+    """Return {name of an axis: (dimension that it belongs to, elements along it that one index moves)} for axes without
+    sums; `sizes` is {name of an axis: size}."""
     out: dict[str, tuple[int, int]] = {}
     for i, d in enumerate(axes.dims):
         step = 1
@@ -257,11 +281,16 @@ def _steps_by_atom(axes: Axes, sizes: Mapping[str, int]) -> dict[str, tuple[int,
 
 
 def link_part(part: Axes, whole: Axes, term: int, at: Mapping[str, int], sizes: Mapping[str, int]) -> Link:
-    """Compute where a part is in the whole: as the term number `term` of its sum, at index `at[a]` of each axis that it
-    lacks.
+    """Compute where a part, one of the tensors that a whole one is made of, lies in that whole.
+
+    Args:
+        part, whole: the axes of the two tensors.
+        term: number of the term, in the sum that the whole has, that the part is; ignored where there is no sum.
+        at: {axis of the whole that the part lacks: index along it at which the part lies}; 0 for one that is missing.
+        sizes: {name of an axis: size}.
 
     Raises:
-        UnknownSize: of an atom.
+        UnknownSize: an axis has no size.
     """
     start = [0] * len(whole.dims)
     places: dict[str, tuple[int, int]] = {}
@@ -285,7 +314,8 @@ def link_part(part: Axes, whole: Axes, term: int, at: Mapping[str, int], sizes: 
 
 
 def _merge_runs(runs: list[_Run]) -> list[_Run]:
-    """Join the runs of one dimension that are one run of both tensors; sorted, outer ones first."""
+    """Join runs of one dimension that continue each other in both tensors; return those longer than 1, the largest step
+    first."""
     out: list[_Run] = []
     for r in sorted((r for r in runs if r.size > 1), key=lambda r: -r.step):
         if out:
@@ -313,9 +343,12 @@ class _Piece(NamedTuple):
 
 
 def _strided_pieces(runs: Sequence[_Run], ndim: int, start: Sequence[int], source: Sequence[int]) -> Iterator[_Piece]:
-    """Yield the boxes of a destination of `ndim` dimensions that are strided boxes of its source.
+    """Yield the boxes of a destination tensor that are each a strided box of its source.
 
-    `runs` lead from the destination to the source; `start` and `source` are the corners at which both begin.
+    Args:
+        runs: lead from the destination to the source.
+        ndim: number of dimensions of the destination.
+        start, source: indices, in the destination and in the source, of the element at which the first run begins.
     """
     kept: dict[int, _Run] = {}  # by dimension of the destination
     rest: list[_Run] = []
@@ -351,17 +384,24 @@ class _Rows:
         self.tile = all(a <= b for a, b in pairwise(self.ends))
 
     def between(self, first: int, last: int) -> list[tuple[Chunk, tuple[int, ...]]]:
-        """Return the chunks that may have rows of [first, last], with the strides inside them."""
+        """Return (chunk, strides inside it in elements) for the chunks that may have rows, indices of dimension 0, from
+        `first` to `last`, both included; some of them may have none."""
         stop = bisect_left(self.starts, last + 1)
         return self.rows[bisect_left(self.ends, first + 1) : stop] if self.tile else self.rows[:stop]
 
 
 def place_chunks(found: Link, entry: TensorEntry, out: Chunks, to_whole: bool) -> None:
-    """Add chunks to `out` whose bytes are those of `entry`: the chunks of the whole that a part is (`to_whole`), or
-    those of a part that are in the whole.
+    """Add chunks to `out` that are the bytes of `entry`, seen as a part of a larger tensor, or as the whole that parts
+    are cut from; no byte is copied.
+
+    Args:
+        found: where the part lies in the whole.
+        entry: the tensor that the bytes are of: the part if `to_whole`, otherwise the whole.
+        out: chunks of the other one of the two.
+        to_whole: True to make chunks of the whole from a part; False to make those of a part from the whole.
 
     Raises:
-        Compressed: a chunk is compressed.
+        Compressed: `entry` has a compressed chunk.
     """
     if entry.chunks.zstd:
         raise Compressed
@@ -387,8 +427,15 @@ def place_chunks(found: Link, entry: TensorEntry, out: Chunks, to_whole: bool) -
 
 
 def _add_overlap(out: Chunks, piece: _Piece, c: Chunk, inner: tuple[int, ...], item: int) -> None:
-    """Add to `out` the overlap of a piece with one chunk of the source, if there is any; `inner` are the strides inside
-    the chunk, `item` the bytes of an element."""
+    """Add to `out` the overlap of one box with one chunk of the source, if they overlap.
+
+    Args:
+        out: chunks of the destination.
+        piece: a box of the destination that is a strided box of the source.
+        c: a chunk of the source.
+        inner: the strides inside that chunk, in elements.
+        item: bytes of an element.
+    """
     first, shape, steps = list(piece.start), list(piece.shape), [0] * len(piece.shape)
     at = list(piece.source)
     for d, way in enumerate(piece.along):

@@ -40,18 +40,20 @@ def strides(shape: Sequence[int]) -> Shape:
 
 
 def is_row_major(shape: Sequence[int], steps: Sequence[int]) -> bool:
-    """Whether elements `steps` apart along each dimension lie row-major without gaps; length 1 has no step."""
+    """Whether elements that are `steps` elements apart along each dimension lie row-major without gaps; the step along
+    a dimension of length 1 does not count."""
     return prod(shape) == 0 or all(n == 1 or a == b for n, a, b in zip(shape, steps, strides(shape), strict=True))
 
 
 def span(shape: Sequence[int], steps: Sequence[int]) -> int:
-    """Count the elements from the first to the end of the last of a strided box; 0 when it is empty."""
+    """Count the elements of memory from the first element of a strided box to the end of its last; 0 when the box is
+    empty. `steps` are its strides in elements."""
     return sum((n - 1) * s for n, s in zip(shape, steps, strict=True)) + 1 if prod(shape) else 0
 
 
 def chunk_sizes(n: int, parts: int) -> list[int]:
-    """Return the lengths of the `parts` pieces that torch.chunk makes of n, zeros appended: chunk_sizes(5, 4) == [2, 2,
-    1, 0].
+    """Return the lengths of the `parts` pieces into which torch.chunk splits `n` rows, 0 for pieces that it does not
+    make: chunk_sizes(5, 4) == [2, 2, 1, 0].
 
     FSDP2 shards every parameter so on dim 0 (torch/distributed/tensor/placement_types.py, Shard._split_tensor).
     """
@@ -68,7 +70,8 @@ def flat_start(shape: Sequence[int], start: Sequence[int]) -> int:
 
 
 def box_is_flat(shape: Sequence[int], start: Sequence[int], size: Sequence[int]) -> bool:
-    """Whether a box of a tensor of `shape` is one contiguous range of the flattened tensor."""
+    """Whether the box of shape `size` at `start`, in a tensor of `shape`, is one contiguous range of the flattened
+    tensor."""
     inner = False  # a dimension has been met that is cut into more than one index: all after it must be whole
     for n, s, k in zip(shape, start, size, strict=True):
         if inner and (s != 0 or k != n):
@@ -78,7 +81,8 @@ def box_is_flat(shape: Sequence[int], start: Sequence[int], size: Sequence[int])
 
 
 def flat_to_boxes(shape: Sequence[int], first: int, last: int) -> list[tuple[Shape, Shape]]:
-    """Split elements [first, last) of the flattened tensor into boxes, in row-major order; at most 2n-1.
+    """Split elements [first, last) of the flattened tensor into boxes (start, shape), in row-major order; at most 2n-1
+    for a tensor of n dimensions.
 
     flat_to_boxes((4, 3), 2, 10) == [((0, 2), (1, 1)), ((1, 0), (2, 3)), ((3, 0), (1, 1))]
     """
@@ -109,9 +113,10 @@ def flat_to_boxes(shape: Sequence[int], first: int, last: int) -> list[tuple[Sha
 
 
 def cut_into_slabs(shape: Sequence[int], most: int) -> Iterator[tuple[Shape, Shape]]:
-    """Cut a tensor into slabs of at most `most` elements (at least one), in row-major order.
+    """Yield (start, shape) of slabs of at most `most` elements (at least one) that a tensor is cut into, in row-major
+    order.
 
-    Every slab is leading indices fixed, one interval, all of the rest.
+    A slab has its leading indices fixed, one interval along the next dimension, and all of the rest.
     """
     if prod(shape) == 0:
         return
@@ -145,7 +150,7 @@ def _iterate_indices(shape: Sequence[int]) -> Iterator[Shape]:
 def intersect(
     a: tuple[Sequence[int], Sequence[int]], b: tuple[Sequence[int], Sequence[int]]
 ) -> tuple[Shape, Shape] | None:
-    """Intersect two boxes; None when they do not meet."""
+    """Return the box that two boxes have in common, each (start, shape); None when they share no element."""
     start, size = [], []
     for s1, k1, s2, k2 in zip(a[0], a[1], b[0], b[1], strict=True):
         s = s1 if s1 > s2 else s2
@@ -158,7 +163,8 @@ def intersect(
 
 
 def find_cover_problem(shape: Sequence[int], boxes: Sequence[tuple[Sequence[int], Sequence[int]]]) -> str | None:
-    """Say why the boxes do not cover a tensor of `shape` exactly once; None when they do. Empty boxes are legal.
+    """Return a sentence on why the boxes, each (start, shape), do not cover a tensor of `shape` exactly once; None when
+    they do. Empty boxes are legal.
 
     Time is linear in the number of boxes, whatever they look like: see `_covers_exactly_once`.
     """
@@ -186,7 +192,7 @@ def find_cover_problem(shape: Sequence[int], boxes: Sequence[tuple[Sequence[int]
 
 
 def _describe_box(start: Sequence[int], size: Sequence[int]) -> str:
-    """Write a box as slices: 0:4, 8:16."""
+    """Return the text of a box as slices, such as "0:4, 8:16"; `size` is its shape."""
     return ", ".join(f"{s}:{s + k}" for s, k in zip(start, size, strict=True))
 
 
@@ -225,8 +231,8 @@ _MOST_WORK = 500_000
 
 
 def _find_overlap(boxes: list[Box]) -> tuple[Box, Box] | None:
-    """Find two boxes that meet, for the message; None where there are none, or where they are not found in reasonable
-    time.
+    """Find two boxes that share an element, for the message; None where there are none, or where they are not found in
+    reasonable time. `boxes` are (start, shape), and are sorted in place.
 
     Cut the set along one dimension into groups whose intervals do not meet and look into each; when no dimension
     separates the set any more, compare all pairs.

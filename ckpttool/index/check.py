@@ -42,11 +42,16 @@ def check(ckpt: Checkpoint) -> None:
 
 
 def check_chunk(name: str, dtype: str, chunk: Chunk, file: str, file_bytes: int) -> None:
-    """Prove one raw chunk sound that was located after `check` had run: its bytes are inside the file, and as many as
-    its box needs.
+    """Prove that a raw chunk which was located after `check` had run is sound: its bytes are inside the file, and as
+    many as its box needs.
+
+    Args:
+        name, dtype: those of the tensor.
+        chunk: the chunk; one that is compressed may have any length.
+        file, file_bytes: the file's name for messages, and its size.
 
     Raises:
-        Corrupt: they are not.
+        Corrupt: the chunk is not sound.
     """
     _, offset, length = chunk.extent
     if offset < 0 or offset + length > file_bytes:
@@ -63,10 +68,10 @@ def check_chunk(name: str, dtype: str, chunk: Chunk, file: str, file_bytes: int)
 
 
 def _check_tensor(ckpt: Checkpoint, name: str, t: TensorEntry) -> None:
-    """Prove that the chunks of one tensor cover it exactly once and have the bytes that its dtype needs.
+    """Prove that the chunks of the tensor `name` cover it exactly once and have the bytes that its dtype needs.
 
     Raises:
-        Corrupt: with the tensor, the file and the numbers.
+        Corrupt: they do not, or torch cannot hold such a dtype or shape; with the tensor, the file and the numbers.
     """
     item = ITEMSIZE.get(t.dtype)
     if item is None or (t.dtype in NOT_TORCHS and ckpt.layout not in (HUB_LAYOUT, ARCHIVE_LAYOUT)):
@@ -101,8 +106,12 @@ def _check_tensor(ckpt: Checkpoint, name: str, t: TensorEntry) -> None:
 
 
 def _rows_cover_shape(c: Chunks, shape: tuple[int, ...]) -> bool:
-    """Whether the chunks are whole rows of dim 0 without gaps or overlaps. It compares columns only; False sends the
-    tensor to the general proof."""
+    """Whether the chunks are ranges of whole rows (indices of dimension 0) that cover a tensor of `shape` without gaps
+    or overlaps.
+
+    Only columns are compared, which is fast. False may also mean that the chunks are not ranges of rows, so that the
+    general proof has to decide.
+    """
     order = c.rows_in_order() if len(c) and c.ndim else None
     if order is None or c.shape[1 : c.ndim].tolist() != list(shape[1:]):
         return False

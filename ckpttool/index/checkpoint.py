@@ -107,7 +107,7 @@ def floating_dtype(name: str) -> str:
     """Return torch's name of a floating-point dtype that was given as "bf16", "torch.bfloat16" or "bfloat16".
 
     Raises:
-        UsageError: it is not a floating-point dtype.
+        UsageError: torch has no floating-point dtype of that name, or it is one of four bits.
     """
     full = _SHORT.get(name, name.removeprefix("torch."))
     if full not in ITEMSIZE or "float" not in full or full.startswith("float4"):
@@ -124,7 +124,7 @@ class MixupNote(str):
 
 
 def of_rank(rank: int | str, path: Path) -> Path:
-    """Return the path below extra at which one rank's own value is kept.
+    """Return the path, below the component "extra", at which one rank's own value is kept: ("per_rank", rank, *path).
 
     Positions in lists become keys: a list of which only some elements differ would have holes, and torch cannot load
     one.
@@ -172,7 +172,11 @@ class Chunks(Sequence[Chunk]):
 
     @classmethod
     def of(cls, ndim: int, rows: Iterable[Chunk]) -> Chunks:
-        """Make columns of chunks."""
+        """Make the columns from single chunks of a tensor of `ndim` dimensions.
+
+        Raises:
+            Corrupt: a chunk has another number of dimensions.
+        """
         out = cls(ndim)
         for c in rows:
             out.add(c.start, c.shape, *c.extent, strides=c.strides, zstd=c.zstd)
@@ -182,13 +186,20 @@ class Chunks(Sequence[Chunk]):
     def whole(
         cls, shape: Sequence[int], file: int, offset: int, length: int, strides: tuple[int, ...] | None = None
     ) -> Chunks:
-        """Make one chunk that is the whole tensor."""
+        """Make the columns of one chunk that is the whole tensor.
+
+        Args:
+            file: number of the file in the checkpoint's list of files.
+            offset, length: the chunk's bytes in it.
+            strides: in elements; None for row-major.
+        """
         out = cls(len(shape))
         out.add((0,) * len(shape), shape, file, offset, length, strides)
         return out
 
     def moved(self, by: int) -> Chunks:
-        """Return the same chunks for a list of files that has `by` more before theirs."""
+        """Return the same chunks with `by` added to their file numbers, for a list of files that has `by` more in front
+        of theirs."""
         if not by:
             return self
         out = Chunks(self.ndim)
@@ -207,10 +218,18 @@ class Chunks(Sequence[Chunk]):
         strides: tuple[int, ...] | None = None,
         zstd: tuple[int, int | None] | None = None,
     ) -> None:
-        """Append a row.
+        """Append a chunk, as a row of the columns.
+
+        Args:
+            start, shape: its box.
+            file: number of the file in the checkpoint's list of files.
+            offset, length: its bytes in that file.
+            strides: in elements; None for row-major.
+            zstd: None, or, where the bytes are one zstd frame, (byte of its content where the box starts, CRC32 or
+                None).
 
         Raises:
-            Corrupt: it has another number of dimensions.
+            Corrupt: it has another number of dimensions than the tensor, or numbers beyond 64 bits.
         """
         if len(start) != self.ndim or len(shape) != self.ndim:
             raise Corrupt(
@@ -248,7 +267,7 @@ class Chunks(Sequence[Chunk]):
             yield self[k]
 
     def shape_of(self, row: int) -> tuple[int, ...]:
-        """Return the shape of the chunk in a row."""
+        """Return the shape of the chunk in row number `row`."""
         return tuple(self.shape[row * self.ndim : (row + 1) * self.ndim])
 
     def boxes(self) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
@@ -260,8 +279,9 @@ class Chunks(Sequence[Chunk]):
         return list(zip(zip(*[starts] * n, strict=True), zip(*[shapes] * n, strict=True), strict=True))
 
     def rows_in_order(self) -> list[int] | None:
-        """Return the rows that are not empty, sorted along the flattened tensor; None unless each chunk is a whole
-        range of dim 0."""
+        """Return the numbers of the rows whose chunks are not empty, sorted along dimension 0; None where the chunks do
+        not all begin at 0, and have one length, along each other dimension. Of a tensor without dimensions, return all
+        rows."""
         n = self.ndim
         if n == 0 or not len(self):
             return list(range(len(self)))
@@ -293,12 +313,12 @@ class TensorEntry(HasPath):
 
     @property
     def numel(self) -> int:
-        """Number of elements; 1 for a 0-dim tensor."""
+        """Count the elements; 1 for a 0-dim tensor."""
         return prod(self.shape)
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the elements."""
+        """Count the bytes of the elements."""
         return prod(self.shape) * ITEMSIZE[self.dtype]
 
 
@@ -320,7 +340,8 @@ class Record(NamedTuple):
     crc32: int
 
     def moved(self, by: int) -> Record:
-        """Return the same record for a list of files that has `by` more before its own."""
+        """Return the same record with `by` added to its file number, for a list of files that has `by` more in front of
+        its own."""
         return Record(self.extent._replace(file=self.extent.file + by), self.crc32)
 
 
@@ -368,7 +389,8 @@ class Salvage:
 
     @classmethod
     def of_states(cls, states: Mapping[str, str]) -> Salvage:
-        """Make it of what `states` gave."""
+        """Make a salvage record from {name: "exact", "rebuilt: how" or "missing: why"}, which `Salvage.states`
+        returned; it has no problems."""
         of: dict[str, dict[str, str]] = {"exact": {}, "missing": {}, "rebuilt": {}}
         for name, state in states.items():
             kind, _, why = state.partition(": ")
@@ -376,8 +398,8 @@ class Salvage:
         return cls([], of["missing"], of["rebuilt"])
 
     def states(self, tensors: Iterable[str]) -> dict[str, str]:
-        """Return {name: "exact", "rebuilt: how" or "missing: why"} of the tensors that are there and of what is
-        missing."""
+        """Return {name: "exact", "rebuilt: how" or "missing: why"} of the tensors that are there, whose names are
+        `tensors`, and of what is missing."""
         out = {n: f"rebuilt: {self.rebuilt[n]}" if n in self.rebuilt else "exact" for n in tensors}
         return out | {n: f"missing: {why}" for n, why in self.missing.items()}
 
@@ -472,8 +494,8 @@ class Checkpoint:
 
 
 def tied_weights(tensors: Mapping[str, TensorEntry]) -> dict[str, str]:
-    """Map the name of each tied weight to the first name that has the same bytes of the same file, as far as files show
-    that."""
+    """Return {name of a tied weight: name of the first tensor that is the same bytes of the same file}. Copies that
+    were saved as bytes of their own are not found."""
     first: dict[Any, str] = {}
     out: dict[str, str] = {}
     for name, t in tensors.items():
@@ -485,8 +507,8 @@ def tied_weights(tensors: Mapping[str, TensorEntry]) -> dict[str, str]:
 
 
 def same_value(a: object, b: object) -> bool:
-    """Whether two plain values are equal; NaN equals NaN, and a list the tuple with the same elements, which DCP makes
-    of some."""
+    """Whether two plain values are equal; NaN equals NaN, and a list equals the tuple with the same elements, since DCP
+    (torch.distributed.checkpoint) makes lists of some tuples."""
     if isinstance(a, (list, tuple)) and isinstance(b, (list, tuple)):
         return len(a) == len(b) and all(map(same_value, a, b))
     if isinstance(a, dict) and isinstance(b, dict):
@@ -495,7 +517,7 @@ def same_value(a: object, b: object) -> bool:
 
 
 def same_bytes(a: TensorEntry, b: TensorEntry) -> bool:
-    """Whether two tensors are the same bytes of the same file."""
+    """Whether two tensors are the same bytes of the same file; False for empty ones."""
     return a.numel > 0 and a.shape == b.shape and a.dtype == b.dtype and a.chunks[:] == b.chunks[:]
 
 
@@ -515,7 +537,7 @@ _MOST_RANKS = 1 << 16  # a file may claim any world size
 
 
 def ranks_without_rng_state(ckpt: Checkpoint) -> list[int]:
-    """List the ranks that have no random states, if others have."""
+    """List the ranks that have no state of random number generators, if others have; empty where no rank has one."""
     leaves: list[TensorEntry | Value] = [*ckpt.tensors.values(), *ckpt.values.values()]
     keys = {str(leaf.path[1]) for leaf in leaves if leaf.component == "rng" and len(leaf.path) > 1}
     have = {int(k) for k in keys if k.isdecimal() and len(k) < 7}
@@ -525,10 +547,10 @@ def ranks_without_rng_state(ckpt: Checkpoint) -> list[int]:
 
 
 def unnamed_optimizer_state(ckpt: Checkpoint) -> list[str]:
-    """List the tensors of an optimizer whose parameters could not be named as the model names them, so that it is
-    carried as data; none if the checkpoint has weights and another optimizer.
+    """List the tensors of an optimizer whose parameters could not be named as the model names them, so that they are
+    carried as data; empty if the checkpoint has weights and another optimizer.
 
-    It is under extra.<file>.optimizer.state, or, with numbers for names, under extra.<key>.state.
+    Their names are extra.<file>.optimizer.state..., or, with numbers for parameters, extra.<key>.state.<number>...
     """
     if {t.component for t in ckpt.tensors.values()} >= {"model", "optim"}:
         return []

@@ -89,25 +89,27 @@ class Composite:
         return prod(self.shape)
 
     def leaves(self) -> dict[Path, Any]:
-        """Return {path: tensor inside, or the value that describes the object}."""
+        """Return {path: leaf} of the tensors inside, and of the value that describes the object."""
         out: dict[Path, Any] = {(*self.path, *name.split(".")): t for name, t in self.tensors.items()}
         out[*self.path, MARK] = dict(self.about)
         return out
 
 
 def shape_of(leaf: object) -> tuple[int, ...] | None:
-    """Return the shape of the leaf of a tensor, also of a subclass; None for a value."""
+    """Return the shape of a leaf of a state that is a tensor, also of a tensor subclass, whose outer shape it is; None
+    for a plain value."""
     return leaf.shape if isinstance(leaf, (TensorEntry, Composite)) else None
 
 
 def class_label(about: Mapping[str, Any]) -> str:
-    """Name the class for people: "torchao OptimState8bit"."""
+    """Return the name of a class of tensor subclasses for people, such as "torchao OptimState8bit"; `about` is the
+    value that describes an object of it."""
     module, name = about["class"]
     return f"{module.partition('.')[0]} {name}"
 
 
 def _is_composite_value(path: Path, data: object) -> bool:
-    """Whether a value is one that describes a tensor subclass."""
+    """Whether `data`, at `path`, is the value that describes a tensor subclass."""
     return (
         path[-1:] == (MARK,)
         and isinstance(data, dict)
@@ -119,7 +121,8 @@ def _is_composite_value(path: Path, data: object) -> bool:
 
 
 def collapse_composites(leaves: Mapping[Path, Any]) -> dict[Path, Any]:
-    """Return the leaves with every tensor subclass as one `Composite`, where its first leaf was."""
+    """Return {path: leaf} with the tensors inside each tensor subclass, and the value that describes it, replaced by
+    one `Composite`, where the first of them was."""
     whole: dict[Path, Composite] = {}
     for path, data in leaves.items():
         if _is_composite_value(path, data):
@@ -137,7 +140,7 @@ def collapse_composites(leaves: Mapping[Path, Any]) -> dict[Path, Any]:
 
 
 def add_composite(ckpt: Checkpoint, found: Composite) -> None:
-    """Add the tensors inside an object, and the value that describes it, to a checkpoint."""
+    """Add a tensor subclass to a checkpoint: the tensors inside it, and the value that describes it."""
     for path, leaf in found.leaves().items():
         if isinstance(leaf, TensorEntry):
             ckpt.tensors[joined(path)] = replace(leaf, path=path)
@@ -155,7 +158,8 @@ def composites(ckpt: Checkpoint) -> dict[str, Composite]:
 
 
 def describe_composites(objects: Mapping[str, Composite]) -> list[str]:
-    """Write one sentence for each class of tensor subclasses."""
+    """Return one sentence for each class of tensor subclasses: how many tensors are of it, and what they are made of.
+    `objects` is {name: Composite}."""
     of: dict[tuple[str, tuple[str, ...]], list[str]] = {}
     for name, found in objects.items():
         of.setdefault((class_label(found.about), tuple(found.tensors)), []).append(name)
@@ -167,7 +171,8 @@ def describe_composites(objects: Mapping[str, Composite]) -> list[str]:
 
 
 def describe_unwrapped(tensors: Iterable[TensorEntry]) -> list[str]:
-    """Write one sentence for each class of objects whose dense tensor was taken out of them."""
+    """Return one sentence for each class of torchao objects out of which dense tensors were taken; tensors that were in
+    no such object are passed over."""
     of: dict[str, list[str]] = {}
     for t in tensors:
         if t.wrapper:
@@ -210,10 +215,10 @@ _KINDS = {
 
 
 def _find_kind(about: Mapping[str, Any]) -> _Kind:
-    """Look up how objects of a class are cut.
+    """Look up how objects of a class are cut into rows; `about` is the value that describes such an object.
 
     Raises:
-        CannotCut: it is not known.
+        CannotCut: nobody here knows, or the object mixes its rows.
     """
     module, name = about["class"]
     kind = _KINDS.get(name) if module.partition(".")[0] == "torchao" else None
@@ -225,7 +230,8 @@ def _find_kind(about: Mapping[str, Any]) -> _Kind:
 
 
 def is_replicated(about: Mapping[str, object], name: str) -> bool:
-    """Whether every part of an object has all of the tensor `name` inside it.
+    """Whether every part of a tensor subclass, as ranks cut it, has all of the tensor `name` inside it; `about` is the
+    value that describes it.
 
     Raises:
         CannotCut: it is not known how to cut objects of this class.
@@ -236,12 +242,13 @@ def is_replicated(about: Mapping[str, object], name: str) -> bool:
 def rows_inside(
     about: Mapping[str, Any], name: str, shape: tuple[int, ...], first: int, rows: int
 ) -> tuple[int, int] | None:
-    """Return (first row, rows) of the tensor `name` inside that belong to rows of the whole; None where every part has
-    all of it.
+    """Return (first row, number of rows) of the tensor `name` inside a tensor subclass that belong to some rows of the
+    whole; None where every part has all of it.
 
     Args:
-        shape: of the tensor `name` of the whole.
-        first, rows: the rows of the whole.
+        about: the value that describes the tensor subclass.
+        shape: of the tensor `name` in the whole.
+        first, rows: first row of the whole, and how many.
 
     Raises:
         CannotCut: the cut is inside a block, or it is not known how to cut.
@@ -268,10 +275,10 @@ def rows_inside(
 
 
 def resize_rows(about: Mapping[str, Any], rows: int) -> dict[str, Any]:
-    """Return the value that describes the same object with another number of rows.
+    """Return the value that describes a tensor subclass, `about`, changed to `rows` rows.
 
     Raises:
-        CannotCut: it is not known how.
+        CannotCut: it is not known how objects of this class are cut.
     """
     old = list(about["shape"])
     if not old or old[0] == rows:
@@ -287,7 +294,8 @@ def resize_rows(about: Mapping[str, Any], rows: int) -> dict[str, Any]:
 
 
 def without_plain_rows(found: Composite) -> Composite:
-    """Return the part of a tensor that is an object, where some rows are plain; else the same."""
+    """Return the rows of a tensor that are a tensor subclass, without those that some ranks hold as plain numbers; the
+    same object if it has no such rows."""
     if "parts" not in found.about:
         return found
     rows = sum(n for _, n, quantised in found.about["parts"] if quantised)
@@ -298,10 +306,10 @@ def without_plain_rows(found: Composite) -> Composite:
 
 
 def check_cut(found: Composite, sizes: Iterable[int]) -> None:
-    """Check that parts of so many rows cut no block.
+    """Check that parts of `sizes` rows, one after the other, cut no block of quantised numbers.
 
     Raises:
-        CannotCut: one does.
+        CannotCut: one does, it is not known how to cut, or the tensor was saved in other parts, some of them plain.
     """
     if "parts" in found.about:
         cuts = [n for _, n, _ in found.about["parts"]]

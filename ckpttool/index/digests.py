@@ -35,7 +35,8 @@ def _hash_leaf(name: str, dtype: str, shape: Sequence[int], digest: str) -> byte
 
 
 def _hash_root(level: list[bytes]) -> str:
-    """Hash a level of nodes up to the root; hex."""
+    """Hash a level of a Merkle tree pairwise up to its root, and return that in hex; of no nodes, the hash of
+    nothing."""
     if not level:
         return blake3(b"").hexdigest()
     while len(level) > 1:
@@ -45,7 +46,8 @@ def _hash_root(level: list[bytes]) -> str:
 
 
 def component_roots(tensors: Mapping[str, TensorEntry], digests: Mapping[str, str]) -> dict[str, str]:
-    """Compute the root of all tensors and of each component: {"all": root, "model": root, "optim": root, ...}."""
+    """Return the root over all tensors and over those of each component, in hex: {"all": root, "model": root, "optim":
+    root, ...}. `digests` is {name of a tensor: its digest in hex}."""
     leaves: list[bytes] = []
     parts: dict[str, list[bytes]] = {}
     for n, t in sorted(tensors.items()):

@@ -128,5 +128,5 @@ class Draft:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all files."""
+        """Count the bytes of all files."""
         return sum(f.size for f in self.files)

@@ -40,11 +40,14 @@ _MOST = 300
 
 
 def check_expression(expression: str, where: str, *, size: bool = False) -> None:
-    """Refuse a text that is not an expression; `where` begins the message. With `size`, only whole numbers and keys may
-    be in it.
+    """Refuse a text that is not an expression over keys of a configuration.
+
+    Args:
+        where: what the message begins with: the place of the text.
+        size: whether it must be a size: of whole numbers and keys alone, without text, comparisons and dotted keys.
 
     Raises:
-        UsageError: it is not one.
+        UsageError: it is no such expression.
     """
     try:
         _parse(expression)
@@ -63,10 +66,10 @@ def check_expression(expression: str, where: str, *, size: bool = False) -> None
 
 @lru_cache(1024)
 def _parse(expression: str) -> _Tree:
-    """Parse an expression to a tree.
+    """Parse an expression to a tree of operations, keys and constants.
 
     Raises:
-        IndexError, RecursionError: it does not parse.
+        IndexError, RecursionError: it does not parse, is too long, or is nested too deep.
     """
     tokens = [*_TOKEN.findall(expression), ""]
     if len(expression) > _MOST:
@@ -82,7 +85,11 @@ def _parse(expression: str) -> _Tree:
         return tree
 
     def atom(token: str) -> _Tree:
-        """Parse a number, text, key or parenthesis."""
+        """Parse a number, text, true, false, key or parenthesis that begins with `token`.
+
+        Raises:
+            IndexError: it is none of them.
+        """
         if token == "(":
             inside = level(0)
             if tokens.pop(0) == ")":
@@ -104,7 +111,8 @@ def _parse(expression: str) -> _Tree:
 
 
 def keys_of(expression: str) -> list[str]:
-    """List the keys that an expression names, in its order."""
+    """List the keys that an expression names, each once, in its order; the expression is one that `check_expression`
+    has passed."""
 
     def walk(tree: _Tree) -> list[str]:
         if isinstance(tree, _Operation):
@@ -115,14 +123,15 @@ def keys_of(expression: str) -> list[str]:
 
 
 def evaluate(expression: str, config: Mapping[str, object]) -> Scalar | None:
-    """Compute the value of an expression over a configuration; None where a key is missing.
+    """Compute the value of an expression over a configuration, {key: value}; None where a key is missing, or arithmetic
+    is done with what is no whole number.
 
     Raises:
-        UsageError: it divides without a whole result, or by 0, or comes to less than 0.
+        UsageError: a division has no whole result or is by 0, or a difference is less than 0.
     """
 
     def value(tree: _Tree) -> Scalar | None:
-        """Compute the value of a node; None where a key in it is missing."""
+        """Compute the value of a node of the tree; None where a key in it is missing, or a number is no whole one."""
         if isinstance(tree, _Key):
             return _look_up(tree.name, config)
         if not isinstance(tree, _Operation):
@@ -150,10 +159,11 @@ def evaluate(expression: str, config: Mapping[str, object]) -> Scalar | None:
 
 
 def evaluate_size(expression: str, config: Mapping[str, object]) -> int | None:
-    """Compute the value of an expression over the whole numbers of a config; None where one is missing.
+    """Compute the size that an expression gives over the whole numbers of a configuration, {key: value}; None where one
+    of them is missing.
 
     Raises:
-        UsageError: it is not an expression of sizes, or has no value.
+        UsageError: it is not an expression of sizes, a division has no whole result, or a difference is less than 0.
     """
     check_expression(expression, "size", size=True)
     found = evaluate(expression, {k: v for k in keys_of(expression) if type(v := config.get(k)) is int and v >= 0})
@@ -161,8 +171,8 @@ def evaluate_size(expression: str, config: Mapping[str, object]) -> int | None:
 
 
 def _look_up(name: str, config: Mapping[str, object]) -> Scalar | None:
-    """Return the value of a key, where "a.b" is b inside a and "a.0" the first of a list; None where there is none, or
-    no scalar."""
+    """Return the value of a key in a configuration, where "a.b" is key b inside a, and "a.0" the first element of the
+    list a; None where there is no such key, or its value is null, a list or a dict."""
     if name in config:
         found: Any = config[name]
     else:

@@ -50,13 +50,15 @@ def split_extra_state(name: str) -> tuple[str, str] | None:
 
 
 def strip_wrapper_modules(name: str) -> str:
-    """Remove the wrapper modules from the name of a parameter, whose last part is its own name."""
+    """Remove the modules that wrappers put into the dotted name of a parameter (`_fsdp_wrapped_module`, `_orig_mod`,
+    ...); its last part is kept, whatever it is."""
     *modules, last = name.split(".")
     return ".".join([*(m for m in modules if m not in WRAPPERS), last])
 
 
 def strip_wrappers(fqns: Iterable[str]) -> dict[str, str]:
-    """Map names as found to FQNs without wrappers' prefixes; DDP's "module." is removed only when every name has it.
+    """Return {name as found: FQN without wrappers' modules}; DDP's "module." is removed only when every name begins
+    with it.
 
     Raises:
         Corrupt: two names are the same afterwards.
@@ -90,7 +92,7 @@ def remove_prefix(ckpt: Checkpoint, prefix: str) -> Checkpoint:
         )
 
     def short(path: Path) -> Path:
-        """Return a path with the FQN in it shortened."""
+        """Return a path with the prefix removed from the name of a parameter in it; other paths as they are."""
         at = 1 if path[0] == "model" else 2 if is_optimizer_state(path) else None
         if at is None or len(path) <= at:
             return path
@@ -137,8 +139,8 @@ def remove_wrappers_from_origin(origin: Mapping[Path, Path]) -> dict[Path, Path]
 
 
 def remove_wrappers(ckpt: Checkpoint) -> Checkpoint:
-    """Return the checkpoint without prefixes of wrappers in its own keys and lists of names (`param_names` of torch's
-    optimizers)."""
+    """Return the checkpoint without the prefixes of wrappers in what it keeps of the source's own names:
+    `Checkpoint.origin`, and the lists `param_names` of torch's optimizers."""
     values = dict(ckpt.values)
     for name, v in ckpt.values.items():
         listed = v.option == "param_names"

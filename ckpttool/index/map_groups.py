@@ -48,12 +48,13 @@ class TensorGroup:
 
     @property
     def stacked(self) -> list[str]:
-        """List the stacked variables, sorted."""
+        """List the stacked variables of the line (numbers in the names of the parts that are axes of the whole tensor),
+        sorted."""
         return sorted(self.line.stacked)
 
     @property
     def first(self) -> str:
-        """Return the first name, for messages."""
+        """Return the name of its first tensor, for messages."""
         return next(iter(self.names.values()))
 
 
@@ -69,24 +70,30 @@ class ResolvedGroup:
 
     @property
     def renames(self) -> bool:
-        """Whether a tensor only gets another name."""
+        """Whether the group is one tensor that only gets another name, with the same shape and bytes."""
         return not self.links or (len(self.names) == len(self.group.names) == 1 and self._only_link.is_identity)
 
     @property
     def _only_link(self) -> Link:
+        """Return the first of its links, for a group that has the whole tensor or only one part."""
         return next(iter(self.links.values()))
 
     def source_shape(self, key: Key) -> tuple[int, ...]:
-        """Return the shape that a tensor of the source has as a weight."""
+        """Return the shape that a tensor of the group has in the source, as a weight; `key` is (number of the part,
+        numbers of the stacked variables)."""
         return self._only_link.whole_shape if self.group.from_whole else self.links[key].part_shape
 
 
 def group_names(
     names: Iterable[str], found: NameMap, component: str, forward: bool
 ) -> tuple[list[TensorGroup], list[str]]:
-    """Group names by the lines that they match: (groups, names that no line is about).
+    """Group names of tensors by the lines of a name map that they match: (groups, names that no line matches).
 
-    `forward` goes from the left side of the map to the right.
+    Args:
+        names: without their component, such as "layers.0.wq.weight".
+        found: the name map.
+        component: "model" or "optim"; lines for the other one are passed over.
+        forward: True if the names are those on the left side of the map, False for the right.
     """
     groups: dict[Any, TensorGroup] = {}
     unmatched: list[str] = []
@@ -113,13 +120,19 @@ def group_names(
 
 
 def names_not_covered(found: NameMap, names: Iterable[str], forward: bool) -> list[str]:
-    """List the names of weights that the map is not about, of those on the left (`forward`) or on the right."""
+    """List the names of weights that no line of a name map matches, and that it does not leave out on purpose either.
+
+    Args:
+        found: the name map.
+        forward: True if the names are those on the left side of the map, False for the right.
+    """
     _, unmatched = group_names(names, found, "model", forward)
     return [n for n in unmatched if not (forward and find_ignored(found, n))]
 
 
 def find_ignored(found: NameMap, name: str) -> Ignored | None:
-    """Find what a map says of a left name that it leaves out; None where it says nothing."""
+    """Find the statement of a name map by which it leaves out the tensor of a name on the left; None where there is
+    none."""
     return next((row for row in found.ignored if row.tensor.pattern.fullmatch(name)), None)
 
 
@@ -132,11 +145,13 @@ def _solve_sizes(
     """Find the sizes of the axes of a group from the shapes of its tensors: ({axis: size}, notes).
 
     Args:
-        known: sizes that are known from elsewhere.
-        told: the axes that config.json can tell.
+        shapes: {key of a tensor of the group: its shape}.
+        known: {axis: size} of sizes that are known from elsewhere.
+        told: the axes whose size config.json can tell; a missing one of these is named first.
 
     Raises:
-        AxesError: a shape contradicts the sizes. UnknownSize: the shapes leave one open.
+        AxesError: a shape contradicts the sizes.
+        UnknownSize: the shapes leave a size open.
     """
     line, notes = group.line, list[str]()
     whole = line.whole.axes
@@ -175,10 +190,16 @@ def resolve_group(
     known: Mapping[str, int],
     found: NameMap,
 ) -> ResolvedGroup:
-    """Find what a group becomes, from the shapes of its tensors and the sizes that are known.
+    """Find what a group of tensors becomes under a name map: the new names, and where each part lies in the whole.
+
+    Args:
+        shapes: {key of a tensor of the group: its shape}.
+        known: {axis: size} of sizes that are known from elsewhere.
+        found: the name map, for its sizes and for messages.
 
     Raises:
-        Unsupported: a shape is not what the line says, a part is missing, or a size is not known.
+        Unsupported: a shape is not what the line says, a part is missing, a size is not known, or more parts than any
+            model has would come out.
     """
     line = group.line
     others = line.parts if group.from_whole else (line.whole,)
@@ -222,7 +243,11 @@ def resolve_group(
 
 
 def _iterate_numbers(sizes: Sequence[int]) -> Iterator[tuple[int, ...]]:
-    """Yield the numbers of all parts in order, one after the other: a name in a file may make them a billion."""
+    """Yield the numbers of the stacked variables of all parts, the last variable running fastest; `sizes` has one size
+    for each variable.
+
+    They come one by one, since a name in a file may make them a billion.
+    """
     if not sizes:
         yield ()
         return
@@ -232,17 +257,22 @@ def _iterate_numbers(sizes: Sequence[int]) -> Iterator[tuple[int, ...]]:
 
 
 def _part_name(group: TensorGroup, k: int, at: tuple[int, ...]) -> str:
-    """Return the name of part k at the numbers `at` of the stacked variables."""
+    """Return the name of part number `k` of the line, at the numbers `at` of the stacked variables."""
     return group.line.parts[k].named({**group.numbers, **dict(zip(group.stacked, at, strict=True))})
 
 
 def make_views(
     result: ResolvedGroup, entries: Mapping[Key, TensorEntry], head: Path, tail: Path
 ) -> dict[str, TensorEntry]:
-    """Make the tensors that the tensors of a group become; their names are between `head` and `tail`.
+    """Make the entries of the tensors that those of a group become, as views of their bytes: {full name: entry}.
+
+    Args:
+        result: what the group becomes.
+        entries: {key of a tensor of the group: its entry}.
+        head, tail: the elements of a path before and after the new name.
 
     Raises:
-        Unsupported: parts have several dtypes, or a chunk is compressed.
+        Unsupported: the parts have several dtypes, or a chunk is compressed.
     """
     out: dict[str, TensorEntry] = {}
     first = next(iter(entries.values()))

@@ -53,7 +53,8 @@ class NamePattern:
 
     @cached_property
     def pattern(self) -> re.Pattern[str]:
-        """Compile what matches the names it stands for."""
+        """Return the regular expression that matches the names it stands for, with a named group for the number of each
+        variable."""
         out, at = "", 0
         for m in _VARIABLE.finditer(self.name):
             out += re.escape(self.name[at : m.start()]) + rf"(?P<{m[2]}>0|[1-9]\d{{0,8}})"
@@ -61,7 +62,7 @@ class NamePattern:
         return re.compile(out + re.escape(self.name[at:]))
 
     def named(self, values: Mapping[str, int]) -> str:
-        """Return the name with these numbers for its variables."""
+        """Return the name with numbers in place of its variables; `values` is {variable: number}."""
         return _VARIABLE.sub(lambda m: str(values[m[2]]), self.name)
 
     def __str__(self) -> str:
@@ -83,7 +84,7 @@ class MapLine:
     condition: str | None = None
 
     def tensors(self, right: bool) -> tuple[NamePattern, ...]:
-        """Return the patterns on one side."""
+        """Return the patterns on the right side of the line, or, where `right` is false, on the left."""
         return (self.whole,) if self.flipped == right else self.parts
 
     def __str__(self) -> str:
@@ -143,14 +144,18 @@ class NameMap:
 
     @property
     def arguments(self) -> list[str]:
-        """List the arguments of the job that its lines ask for, each once."""
+        """List the keys of the job's arguments that its conditions and premises ask for, each once."""
         asked = [p.job for p in self.premises] + [line.condition for line in self.lines if line.condition is not None]
         return list(
             dict.fromkeys(k for text in (*asked, *(a.condition for a in self.added_one)) for k in keys_of(text))
         )
 
     def of_job(self, arguments: Mapping[str, object]) -> NameMap:
-        """Return the map with the lines that count for a job with these arguments."""
+        """Return the map without the lines whose condition is not true of a job with these arguments, {key: value}.
+
+        Raises:
+            UsageError: a condition has no value for them, such as a division without a whole result.
+        """
         return replace(
             self,
             lines=tuple(n for n in self.lines if n.condition is None or evaluate(n.condition, arguments) is True),
@@ -158,16 +163,20 @@ class NameMap:
         )
 
     def fits(self, names: Iterable[str]) -> bool:
-        """Whether all tensors that the map needs on the left are among these names."""
+        """Whether each of the globs of left names that the map needs matches one of `names`."""
         rows = list(names)
         return all(fnmatch.filter(rows, pattern) for pattern in self.needed)
 
 
 def parse_name_map(text: str, name: str, included: Callable[[str], str]) -> NameMap:
-    """Parse the text of a name map; `included(name)` returns the text of another one.
+    """Parse the text of a name map.
+
+    Args:
+        name: the name of the map, also for messages.
+        included: returns the text of another map by its name, for lines that include it.
 
     Raises:
-        UsageError: with the line that is wrong.
+        UsageError: a line is wrong, with its number, or one that each map needs is missing.
     """
     sides: tuple[str, str] | None = None
     about = ""
@@ -243,14 +252,31 @@ def parse_name_map(text: str, name: str, included: Callable[[str], str]) -> Name
 
 
 def _parse_lines(row: str, where: str) -> list[MapLine]:
-    """Parse an equation, which may begin with the component that it is about."""
+    """Parse an equation, which may begin with the component that it is about ("model:"); two lines where a variable is
+    optional.
+
+    Args:
+        row: the text of the equation.
+        where: names the line in messages.
+
+    Raises:
+        UsageError: it is no equation.
+    """
     word, _, rest = row.partition(" ")
     component = word.removesuffix(":") if word.removesuffix(":") in _COMPONENTS and word.endswith(":") else None
     return _parse_equation(rest.strip() if component else row, component, where)
 
 
 def _parse_premise(rest: str, where: str) -> Premise:
-    """Parse JOB = CONFIG, or JOB = CONFIG if CONDITION."""
+    """Parse what follows `premise`: JOB = CONFIG, or JOB = CONFIG if CONDITION, all three expressions.
+
+    Args:
+        rest: the text.
+        where: names the line in messages.
+
+    Raises:
+        UsageError: it is written otherwise.
+    """
     both, word, condition = rest.partition(" if ")
     job, equals, config = (s.strip() for s in both.partition("="))
     if not equals:
@@ -263,10 +289,15 @@ def _parse_premise(rest: str, where: str) -> Premise:
 
 
 def _parse_add_one(rest: str, where: str) -> AddedOne:
-    """Parse what follows `add-one`: GLOB if CONDITION, the left names of tensors stored less one (zero-centred gamma).
+    """Parse what follows `add-one`: GLOB if CONDITION, the left names of tensors that are stored less one (a
+    zero-centred gamma).
+
+    Args:
+        rest: the text.
+        where: names the line in messages.
 
     Raises:
-        UsageError: it is written otherwise; names `where`.
+        UsageError: it is written otherwise.
     """
     pattern, word, condition = (s.strip() for s in rest.partition(" if "))
     if not word or len(pattern.split()) != 1:
@@ -276,12 +307,13 @@ def _parse_add_one(rest: str, where: str) -> AddedOne:
 
 
 def _quote(text: str) -> str:
-    """Quote a text of the map in a message, cut at 200 characters."""
+    """Return a text in quotation marks for a message, cut at 200 characters."""
     return repr(text if len(text) < 200 else text[:200] + "...")
 
 
 def _split_statements(text: str) -> list[tuple[int, str]]:
-    """Split a text into (line number, statement): without comments, with the indented lines that continue them."""
+    """Split the text of a name map into (number of its first line, statement); comments are left out, and indented
+    lines belong to the statement before them."""
     out: list[tuple[int, str]] = []
     for number, raw in enumerate(text.splitlines(), 1):
         line = raw.split("#", 1)[0].rstrip()
@@ -295,10 +327,11 @@ def _split_statements(text: str) -> list[tuple[int, str]]:
 
 
 def _make_pattern(name: str, axes: str | None, where: str) -> NamePattern:
-    """Make a pattern of a name and axes; each number has one place in the name.
+    """Make a pattern of a name and of the text of its axes, None where it has none; `where` names the line in messages.
 
     Raises:
-        UsageError: a variable is there twice, or stands next to digits.
+        UsageError: the axes do not parse, a variable is there twice or optional, or stands next to digits or another
+            variable.
     """
     try:
         t = NamePattern(name, None if axes is None else Axes.parse(axes))
@@ -315,7 +348,16 @@ def _make_pattern(name: str, axes: str | None, where: str) -> NamePattern:
 
 
 def _parse_ignored(rest: str, zero: bool, where: str) -> Ignored:
-    """Parse NAME : WHY, or NAME [axes] DTYPE with OTHER [axes] : WHY."""
+    """Parse what follows `ignore` and `ignore-zero`: NAME : WHY, or NAME [axes] DTYPE with OTHER [axes] : WHY.
+
+    Args:
+        rest: the text.
+        zero: whether it is `ignore-zero`, for tensors whose bytes are all 0.
+        where: names the line in messages.
+
+    Raises:
+        UsageError: it is written otherwise.
+    """
     what, _, why = (s.strip() for s in rest.partition(":"))
     why = why or "the other side has none"
     name, wanted, other = what.partition(" with ")
@@ -345,8 +387,17 @@ def _parse_ignored(rest: str, zero: bool, where: str) -> Ignored:
 
 
 def _parse_equation(row: str, component: str | None, where: str) -> list[MapLine]:
-    """Parse an equation to its line; to two where a variable is written {.i}: one with it in the name, one with it as
-    the first axis."""
+    """Parse an equation to its line, or to two where a variable is optional, {.i}: one with it in the name, one with it
+    as the first axis.
+
+    Args:
+        row: the text of the equation.
+        component: the one that it is about, None for all.
+        where: names the line in messages.
+
+    Raises:
+        UsageError: it is no equation, or its sides do not fit each other.
+    """
     left, equals, right = row.partition("=")
     if not equals or "=" in right:
         raise UsageError(f"{where}: {_quote(row)} is not NAME = NAME.")
@@ -361,7 +412,7 @@ def _parse_equation(row: str, component: str | None, where: str) -> list[MapLine
     numbered = [[(_VARIABLE.sub(lambda m: f"{m[1]}{{{m[2]}}}", t), axes) for t, axes in side] for side in sides]
 
     def as_axis(t: str, axes: str | None) -> tuple[str, str | None]:
-        """Move the optional variable from the name to the axes."""
+        """Move the optional variable from a name to the axes, and return both."""
         short = _VARIABLE.sub(lambda m: "" if m[1] else m[0], t)
         return short, axes if short == t else f"{next(iter(optional))} {axes}"
 
@@ -370,7 +421,12 @@ def _parse_equation(row: str, component: str | None, where: str) -> list[MapLine
 
 
 def _parse_side(text: str, where: str) -> list[tuple[str, str | None]]:
-    """Parse one side of an equation, NAME [axes] + NAME [axes] + ..., to (name, axes)."""
+    """Parse one side of an equation, NAME [axes] + NAME [axes] + ..., to (name, text of its axes or None); `where`
+    names the line in messages.
+
+    Raises:
+        UsageError: it is written otherwise.
+    """
     out = []
     at = 0
     while at < len(text):
@@ -385,10 +441,15 @@ def _parse_side(text: str, where: str) -> list[tuple[str, str | None]]:
 
 
 def _make_line(sides: list[list[tuple[str, str | None]]], component: str | None, where: str) -> MapLine:
-    """Make a line of the names and axes on its two sides, after proving that they fit each other.
+    """Make a line of a name map from its two sides, after proving that they fit each other.
+
+    Args:
+        sides: the left and the right one, each a list of (name, text of its axes or None).
+        component: the one that the line is about, None for all.
+        where: names the line in messages.
 
     Raises:
-        UsageError: they do not.
+        UsageError: the sides do not fit each other.
     """
     left, right = ([_make_pattern(n, a, where) for n, a in side] for side in sides)
     every = [*left, *right]
@@ -396,7 +457,7 @@ def _make_line(sides: list[list[tuple[str, str | None]]], component: str | None,
         raise UsageError(f"{where}: either all tensors of a line have axes, or none.")
 
     def is_whole(side: list[NamePattern], others: list[NamePattern]) -> bool:
-        """Whether a side is the whole of which the other side has the parts."""
+        """Whether `side` is the whole tensor and `others`, the other side, has the parts of it."""
         extra = set(others[0].variables) - set(side[0].variables)
         return bool(len(others) > 1 or extra or (side[0].axes is not None and side[0].axes.sums))
 

@@ -106,9 +106,10 @@ _STEPS = ("step", "global_step", "steps", "global_steps", "num_steps", "iteratio
 
 
 def step_count(values: Callable[[str], Any]) -> int | None:
-    """Find the number of optimizer steps that the trainer has counted; None where it has not.
+    """Return the number of optimizer steps that the trainer has counted; None where it keeps no such count.
 
-    `values(name)` returns the data of a canonical name, or None.
+    Args:
+        values: returns the data of a value by its canonical name ("trainer.step"), None where there is none.
     """
     for name in _STEPS:
         found = values(f"trainer.{name}")
@@ -139,17 +140,25 @@ def canonical(
     only: frozenset[str] | None = None,
     orders: Orders | None = None,
 ) -> CanonicalState:
-    """Rename the leaves of a tree.
+    """Rename the leaves of a trainer's tree to canonical names: model.<FQN>, optim.state.<FQN>.<slot>, trainer.<key>,
+    ...
 
-    `shape_of(leaf)` gives the shape of a tensor leaf, None for a value. `like` lists FQNs in optimizer order, where
-    the user named a checkpoint that knows it. An optimizer that cannot be named is kept as it is, under extra, with a
-    note; it is left out where `only` does not ask for it. `same(a, b)` tells whether two tensor leaves are the same
-    bytes of the same file (tied weights). `orders(model)` gives {FQN: leaf} in every order that the module may have,
-    where more is known of that than the order in this tree, or where the model is in another file.
+    An optimizer that cannot be named is kept as it is, under extra, with a note; it is left out where `only` does not
+    ask for it.
+
+    Args:
+        leaves: {path in the tree: leaf}; a leaf may be anything.
+        shape_of: returns the shape of a tensor leaf, None for a value.
+        like: FQNs in the order of the optimizer, where the user named a checkpoint that knows it.
+        same: whether two tensor leaves are the same bytes of the same file (tied weights); None if that is not known.
+        only: the components that are asked for; None for all.
+        orders: returns, for {FQN: leaf} of the model, the same in every order that the module may have, where more is
+            known of that than the order in this tree, or where the model is in another file.
 
     Raises:
-        Corrupt: two leaves get one name. UnnamedOptimizer: `only` asks for an optimizer that cannot be named with
-            certainty.
+        Corrupt: two leaves get one name.
+        UnnamedOptimizer: `only` asks for an optimizer that cannot be named with certainty.
+        Unsupported: the optimizer cannot be read, or has another number of parameters than `like`.
     """
     if (usual := of_composer(leaves)) is not None:
         named = canonical(usual, shape_of, like, same, only, orders)
@@ -177,6 +186,12 @@ class _Naming:
     """
 
     def __init__(self, leaves: Mapping[Path, object], shape_of: ShapeOf) -> None:
+        """Find the keys of the model and of the optimizer in a tree; no leaf is named yet.
+
+        Args:
+            leaves: {path in the tree: leaf}.
+            shape_of: returns the shape of a tensor leaf, None for a value.
+        """
         self.found, self.shape_of = dict(leaves), shape_of
         self.outer: Path = ()
         self.out: dict[Path, Any] = {}
@@ -199,7 +214,8 @@ class _Naming:
         self.rest: dict[Path, Any] = {}
 
     def _remove_outer_key(self) -> None:
-        """Look below a single key that is around a model and more: {"app": {"model": ..., "optim": ...}}."""
+        """Remove a single key that is around a model and more, as "app" is in {"app": {"model": ..., "optim": ...}},
+        with a note."""
         if len(self.tops) == 1 and len({p[:2] for p in self.found}) > 1:
             inner = {str(p[1]) for p in self.found if len(p) > 2}
             if any(ROLES.get(n) == "model" for n in inner):
@@ -232,7 +248,8 @@ class _Naming:
                 self.rest[p] = leaf
 
     def _is_weight_at_root(self, path: Path, leaf: object) -> bool:
-        """Whether a leaf is of a model that has no key of its own."""
+        """Whether a leaf is of a model that has no key of its own, so that its weights, or the extra state of a module,
+        are at the root of the tree."""
         if self.model_key is not None:
             return False
         is_tensor = len(path) == 1 and self.shape_of(leaf) is not None
@@ -273,8 +290,13 @@ class _Naming:
     def name_optimizer(self, model: KnownModel, only: frozenset[str] | None) -> None:
         """Put the leaves of the optimizer under optim, or, where it cannot be named, under extra with a note.
 
+        Args:
+            model: what is known of the parameters' names.
+            only: the components that are asked for; None for all.
+
         Raises:
-            Unsupported: it cannot be named or read, and it was asked for.
+            Unsupported: the optimizer cannot be named or read, and was asked for.
+            Corrupt: it contradicts itself.
         """
         raw = self.raw_optimizer
         own: Path = () if self.is_bare_optimizer else (*self.outer, self.optimizer_key)
@@ -305,7 +327,8 @@ class _Naming:
 
 
 def _keys_by_name(found: Mapping[Path, object]) -> tuple[Any, Any]:
-    """(key of the model, key of the optimizer) by what trainers usually call them; None where there is none."""
+    """Return (key of the model, key of the optimizer) at the root of a tree, by what trainers usually call them; None
+    for one that is not there. `found` is {path: leaf}."""
     keys: dict[str, str | int] = {}
     for p in found:
         if len(p) > 1 and (role := ROLES.get(str(p[0]))) is not None:
@@ -314,9 +337,13 @@ def _keys_by_name(found: Mapping[Path, object]) -> tuple[Any, Any]:
 
 
 def _keys_by_contents(found: Mapping[Path, object], shape_of: ShapeOf, model: object, optim: object) -> tuple[Any, Any]:
-    """Find the keys of model and optimizer, where a key of the user's own is recognised only by its contents.
+    """Return (key of the model, key of the optimizer), where a key of the user's own is recognised by what is below it;
+    None for one that is not found, or for which several keys fit.
 
-    `model` and `optim` are the keys that are known by name; None is looked for.
+    Args:
+        found: {path: leaf}.
+        shape_of: returns the shape of a tensor leaf, None for a value.
+        model, optim: the keys that are known by name; None for one that is to be found.
     """
     if model is not None and optim is not None:
         return model, optim
@@ -348,7 +375,8 @@ def _are_optimizer(paths: Sequence[Path]) -> bool:
 
 
 def describe_weights_elsewhere(ckpt: Checkpoint) -> str:
-    """Say under which keys of the user's own the weights are in a checkpoint without a model; "" if there are none."""
+    """Return a sentence on the keys of the user's own under which the weights are, in a checkpoint without a model, and
+    on how to save them; "" if there are none."""
     keys = dict.fromkeys(
         t.path[1:-1]
         for t in ckpt.tensors.values()
@@ -368,7 +396,7 @@ def describe_weights_elsewhere(ckpt: Checkpoint) -> str:
 
 
 def _key_length(path: Path) -> int:
-    """Count the elements of a canonical path that stand for the user's own top-level key."""
+    """Count the elements of a canonical path that stand for the user's own key at the root of the tree."""
     return 2 if path[0] in ("trainer", "extra") else 1
 
 
@@ -378,7 +406,8 @@ def _is_known(top: str) -> bool:
 
 
 def _rest_path(p: Path) -> Path:
-    """Return the canonical path of what is neither model nor optimizer."""
+    """Return the canonical path of a leaf that is neither of the model nor of the optimizer, from its path in the
+    tree."""
     role = ROLES.get(str(p[0]))
     if role in ("scheduler", "scaler", "rng", "dataloader"):
         return (role, *p[1:])
@@ -413,7 +442,8 @@ def find_misplaced_path(paths: Sequence[Path]) -> Path | None:
 
 
 def own_tree_is_readable(ckpt: Checkpoint) -> bool:
-    """Whether the tree with the user's own keys (`ckpt.origin`) would be read as exactly this state."""
+    """Whether the tree with the user's own keys (`ckpt.origin`) would be read as exactly this state; True where there
+    are none."""
     leaves = ckpt.leaves()
     return not ckpt.origin or restore_own_tree(leaves, ckpt.origin, same_bytes)[0] is not leaves
 
@@ -429,9 +459,14 @@ def restore_own_tree(
 ) -> tuple[dict[Path, Any], list[str]]:
     """Restore the tree that the trainer wrote from canonical leaves: ({path: leaf}, notes).
 
-    Without `origin` the tree is the leaves themselves. So it is if a reader would not find the same state in the
-    trainer's tree, because parameters are numbered and their names no longer follow, or because one key is inside
-    another. `same` is what the reader of the tree will pass to `canonical`.
+    Without `origin`, the leaves themselves are returned. So they are, with a note, if a reader would not find the same
+    state in the trainer's tree, because parameters are numbered and their names no longer follow, or because one key is
+    inside another.
+
+    Args:
+        leaves: {canonical path: leaf}.
+        origin: {canonical path, or the beginning of one: what the trainer had in its place}.
+        same: whether two tensor leaves are the same bytes of the same file, as the reader of the tree will judge it.
     """
     if not origin:
         return leaves, []
@@ -447,7 +482,11 @@ def restore_own_tree(
 
 
 def _rebuild_own_tree(leaves: Mapping[Path, Any], origin: Mapping[Path, Path]) -> dict[Path, Any]:
-    """Build the trainer's tree of canonical leaves; whether it reads back is not looked at.
+    """Build the tree that the trainer wrote, {path: leaf}, from canonical leaves; whether it reads back is not checked.
+
+    Args:
+        leaves: {canonical path: leaf}.
+        origin: {canonical path, or the beginning of one: what the trainer had in its place}.
 
     Raises:
         Corrupt: two leaves would have one place, or one tensor several.
@@ -458,11 +497,15 @@ def _rebuild_own_tree(leaves: Mapping[Path, Any], origin: Mapping[Path, Path]) -
     out: dict[Path, Any] = {}
 
     def called(fqn: Any) -> Any:
-        """Return what the optimizer calls a parameter."""
+        """Return what the optimizer calls a parameter: its name there, or its number."""
         return origin.get(("optim", "params", fqn), (fqn,))[0]
 
     def put(path: Path, leaf: object) -> None:
-        """Put a leaf at a path that must be free."""
+        """Put a leaf at a path.
+
+        Raises:
+            Corrupt: another leaf is there.
+        """
         if path in out:
             raise Corrupt(f"two entries have the place {joined(path)!r}.")
         out[path] = leaf
@@ -493,7 +536,8 @@ def _rebuild_own_tree(leaves: Mapping[Path, Any], origin: Mapping[Path, Path]) -
 
 
 def with_canonical_keys(named: CanonicalState) -> CanonicalState:
-    """Keep canonical keys for model and optimizer, for a layout without a tree of its own.
+    """Return the state without the trainer's own keys for model and optimizer, for a layout that has no tree of its
+    own.
 
     What `get_extra_state()` of a module gave stays one tree under its FQN, which is how `load_state_dict` wants it.
     """
@@ -507,7 +551,12 @@ def with_canonical_keys(named: CanonicalState) -> CanonicalState:
 
 
 def original_path(path: Path, origin: Mapping[Path, Path]) -> Path:
-    """Return the path that a leaf had in the tree it came from; the canonical one if nothing else is known."""
+    """Return the path that a leaf had in the trainer's tree; the canonical one if nothing else is known.
+
+    Args:
+        path: its canonical path.
+        origin: {canonical path, or the beginning of one: what the trainer had in its place}.
+    """
     for n in range(len(path), 0, -1):
         if path[:n] in origin:
             return (*origin[path[:n]], *path[n:])

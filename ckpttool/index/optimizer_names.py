@@ -54,13 +54,13 @@ class KnownModel(NamedTuple):
     orders: Orders | None = None
 
     def possible_orders(self) -> Iterable[Mapping[str, Any]]:
-        """Yield the model as {FQN: leaf}, in every order that its module may have."""
+        """Return the model as {FQN: leaf} in every order that its module may have."""
         model = {self.clean[name]: leaf for name, leaf in self.leaves.items()}
         return self.orders(model) if self.orders is not None else (model,)
 
     def distinct_tensors(self, model: Mapping[str, object]) -> list[tuple[str, tuple[int, ...]]]:
-        """List (FQN, shape) of the tensors of a model, without second names of tied weights: the optimizer has the
-        first."""
+        """List (FQN, shape) of the tensors of a model, {FQN: leaf}; of tied weights only the first name, which the
+        optimizer has."""
         out: list[tuple[str, tuple[int, ...]]] = []
         kept: list[Any] = []
         for name, leaf in model.items():
@@ -77,8 +77,8 @@ class UnnamedOptimizer(Unsupported):
 
 
 def _are_groups(x: object) -> bool:
-    """Whether it is a list of param groups whose keys are all strings; another one stays a value, since a name would be
-    made up."""
+    """Whether `x` is a list of param groups whose keys are all strings; any other list stays a value, since names would
+    have to be made up."""
     return isinstance(x, list) and all(isinstance(k, str) for g in x if isinstance(g, dict) for k in g)
 
 
@@ -90,6 +90,7 @@ class _RawOptimizer:
     """
 
     def __init__(self, raw: Mapping[Path, Any]) -> None:
+        """Sort the leaves of an optimizer, {path inside it: leaf}, by what they are."""
         self.state: dict[tuple[Any, Path], Any] = {}
         self.groups: dict[int, dict[Path, Any]] = {}
         self.others: dict[Path, Any] = {}
@@ -120,16 +121,16 @@ class _RawOptimizer:
             self.groups = _group_by_options(options)
 
     def is_numbered(self) -> bool:
-        """Whether parameters are numbers and not names."""
+        """Whether it has parameters, and calls them by numbers and not by names."""
         ids = [x for g in self.groups.values() for x in _params_of_group(g)]
         ids = ids or [_as_number(k) for k, _ in self.state]
         return bool(self.state or self.groups) and all(isinstance(x, int) for x in ids)
 
     def find_fqns(self, clean: Mapping[str, str]) -> dict[Any, str]:
-        """Map the names that the optimizer uses to FQNs; `clean` is {name of a weight as found: FQN}.
+        """Return {name that the optimizer uses: FQN}; `clean` is {name of a weight as found: FQN}.
 
         Raises:
-            Corrupt: some groups list names and some numbers.
+            Corrupt: some groups list names and some numbers, or two names are one FQN.
         """
         listed = {n for g in self.groups.values() for n in _params_of_group(g)}
         if numbers := [n for n in listed if not isinstance(n, str)]:
@@ -144,11 +145,18 @@ class _RawOptimizer:
 def canonical_optimizer(
     raw: Mapping[Path, object], model: KnownModel, notes: list[str], origin: dict[Path, Path]
 ) -> dict[Path, Any]:
-    """Give the leaves of an optimizer their canonical paths; how they were called is added to `origin`.
+    """Give the leaves of an optimizer their canonical paths: {("optim", "state", FQN, slot): leaf, ...}.
+
+    Args:
+        raw: {path inside the optimizer: leaf}.
+        model: what is known of the parameters' names.
+        notes: gets a sentence where names were inferred.
+        origin: gets what the optimizer calls its parameters, where that is not the FQN, and where its state was.
 
     Raises:
-        UnnamedOptimizer: its parameters are numbered and cannot be named. Unsupported: `like` has another number of
-            them. Corrupt: it contradicts itself.
+        UnnamedOptimizer: its parameters are numbered and cannot be named.
+        Unsupported: `model.like` has another number of them.
+        Corrupt: it contradicts itself.
     """
     own = origin.get(("optim",), ("optim",))
     found = _RawOptimizer(raw)
@@ -179,7 +187,8 @@ def canonical_optimizer(
 
 
 def _params_of_group(group: Mapping[Path, object]) -> list[Any]:
-    """Return the names or the numbers of the parameters of a group.
+    """Return the names or the numbers of the parameters of a param group, {path of an option: leaf}; [] if it lists
+    none.
 
     Raises:
         Corrupt: it lists something else, or both.
@@ -193,12 +202,13 @@ def _params_of_group(group: Mapping[Path, object]) -> list[Any]:
 
 
 def _as_number(x: object) -> Any:
-    """Return the number of a parameter as an int, where text has digits only; anything else as it is."""
+    """Return the number of a parameter as an int, also where it is text of digits; anything else as it is."""
     return int(x) if isinstance(x, str) and x.isdigit() else x
 
 
 def _group_by_options(flat: Mapping[str, Mapping[Path, object]]) -> dict[int, dict[Path, Any]]:
-    """Make param groups of {parameter: options}: parameters with equal options were, or could be, one group."""
+    """Make param groups, {number: {path of an option: leaf}}, of {parameter: its options}: parameters with equal
+    options were, or could have been, in one group."""
     out: list[tuple[Mapping[Path, Any], list[str]]] = []
     for fqn, options in flat.items():
         for known, members in out:
@@ -216,12 +226,22 @@ def _name_numbers(
     model: KnownModel,
     notes: list[str],
 ) -> dict[int, str]:
-    """Find the FQN of every numbered parameter: {number: FQN}.
+    """Return {number of a parameter: FQN} for an optimizer that numbers its parameters.
 
-    The surest source comes first: names that the groups list, those of `like`, then the order and shapes of the model.
+    The surest source comes first: names that the groups list, those of `model.like`, then the order and shapes of the
+    model.
+
+    Args:
+        state: {(parameter, path of the slot): leaf}; a slot is what the optimizer keeps for a parameter, such as
+            exp_avg.
+        groups: {number of a param group: {path of an option: leaf}}.
+        model: what is known of the parameters' names.
+        notes: gets a sentence where names follow from the order of the model.
 
     Raises:
-        UnnamedOptimizer: nothing tells with certainty. Unsupported: `like` has another number of parameters.
+        UnnamedOptimizer: nothing tells with certainty.
+        Unsupported: `model.like` has another number of parameters.
+        Corrupt: a group lists something other than parameters.
     """
     slots, shapes = _shapes_by_number(state, groups, model.shape_of)
     members = [_params_of_group(g) for _, g in sorted(groups.items())] or [sorted(shapes)]
@@ -250,7 +270,18 @@ def _name_numbers(
 def _shapes_by_number(
     state: Mapping[tuple[Any, Path], object], groups: Mapping[int, Mapping[Path, object]], shape_of: ShapeOf
 ) -> tuple[_Slots, dict[int, tuple[int, ...] | None]]:
-    """({number: {slot: shape}}, {number: shape of the parameter, None where no slot tells})."""
+    """Return ({number of a parameter: {path of a slot: shape}}, {number: shape of the parameter, None where no slot
+    tells}).
+
+    Args:
+        state: {(parameter, path of the slot): leaf}; a slot is what the optimizer keeps for a parameter, such as
+            exp_avg.
+        groups: {number of a param group: {path of an option: leaf}}.
+        shape_of: returns the shape of a tensor leaf, None for a value.
+
+    Raises:
+        Corrupt: a group lists something other than parameters.
+    """
     shapes: dict[int, tuple[int, ...] | None] = {x: None for g in groups.values() for x in _params_of_group(g)}
     slots: _Slots = {}
     for (key, slot), leaf in state.items():
@@ -263,9 +294,14 @@ def _shapes_by_number(
 def _names_by_order(
     model: KnownModel, wanted: list[list[tuple[int, ...] | None]], flat_elements: int | None
 ) -> tuple[list[list[str]], list[str]]:
-    """(FQNs by group, FQNs in no group) of parameters with these shapes by group, in the one order that fits.
+    """Find the FQNs of numbered parameters by the one order of the model that fits their shapes: (FQNs by param group,
+    FQNs that are in no group).
 
-    `flat_elements` are those of all parameters together, where the optimizer keeps its state in one flat tensor.
+    Args:
+        model: what is known of the model.
+        wanted: the shapes of the parameters by group; None for one that nothing tells.
+        flat_elements: elements of all parameters together, if the optimizer keeps its state in one flat tensor; else
+            None.
 
     Raises:
         UnnamedOptimizer: no order fits, or several do.
@@ -298,7 +334,8 @@ def _names_by_order(
 
 
 def _shape_of_parameter(slots: Mapping[Path, tuple[int, ...]]) -> tuple[int, ...] | None:
-    """Infer the shape of a parameter from those of its slots; None where they do not tell.
+    """Infer the shape of a parameter from the shapes of what the optimizer keeps for it, {path of a slot: shape}; the
+    first of the largest where they contradict each other.
 
     It is that of the slots with most dimensions, or what factors of a second moment multiply to: (n, 1) and (1, m) of
     torch's Adafactor, (n,) and (m,) under *_row and *_col of transformers'.
@@ -314,8 +351,8 @@ def _shape_of_parameter(slots: Mapping[Path, tuple[int, ...]]) -> tuple[int, ...
 
 
 def _flat_state_elements(slots: _Slots) -> int | None:
-    """Count the elements of all parameters together, if the optimizer keeps its whole state with the first (LBFGS);
-    else None."""
+    """Count the elements of all parameters together, if the optimizer keeps its whole state with the first, as LBFGS
+    does; None for any other. `slots` is {number of a parameter: {path of a slot: shape}}."""
     if len(slots) != 1:
         return None
     (found,) = slots.values()
@@ -324,8 +361,8 @@ def _flat_state_elements(slots: _Slots) -> int | None:
 
 
 def _usual_place(child: str) -> int:
-    """Return where a child stands among its siblings whose order is known: its number, or its place in
-    `_KNOWN_CHILDREN`."""
+    """Return a number by which a child of a module is sorted among its siblings: its own if it is a number, its place
+    in `_KNOWN_CHILDREN`, or 0 where its place is not known."""
     return int(child) if child.isdigit() else _KNOWN_CHILDREN.index(child) if child in _KNOWN_CHILDREN else 0
 
 
@@ -364,7 +401,7 @@ def possible_orders(names: Iterable[str]) -> Iterator[list[str]]:
         place = {path: {c: i for i, c in enumerate(order)} for path, order in zip(open_kinds, chosen, strict=True)}
 
         def walk(node: Mapping[str, Any], path: tuple[str, ...], at: str, place: Any = place) -> Iterator[str]:
-            """Yield the names below a module in the chosen order."""
+            """Yield the names of the parameters below a module in the chosen order."""
             if not node:
                 yield at
             for c in sorted(node, key=lambda c: (place.get(path, {}).get(c, 0), _usual_place(c))):
@@ -380,12 +417,17 @@ _NEVER = 1 << 30  # the cost where nothing fits
 def assign_names(
     names: Sequence[tuple[str, tuple[int, ...]]], groups: Sequence[Sequence[tuple[int, ...] | None]]
 ) -> tuple[list[list[str]] | None, list[str], int]:
-    """Find which name each numbered parameter has: (names by group, names that no group has, ways found).
+    """Find which name each numbered parameter has: (names by group, names that no group has, number of ways that fit).
+    Names by group is None where no way fits, or where several do.
 
     Optimizers number parameters group by group, in each in the order of `model.named_parameters()`, which is the order
-    of the state dict. So the groups are disjoint subsequences of the names, matched by shape (None fits any). When more
-    than one way fits, names that end in weight or bias are parameters before others are; when more than one is left
-    then, the answer is None and `ways` is at least 2.
+    of the state dict. So the groups are disjoint subsequences of the names, matched by shape. When more than one way
+    fits, names that end in weight or bias are parameters before others are; when more than one is left then, the number
+    of ways is at least 2.
+
+    Args:
+        names: (name, shape) of the tensors of the model, in order.
+        groups: the shapes of the parameters of each group, in order; None fits any shape.
     """
     total = sum(map(len, groups))
     skips = len(names) - total

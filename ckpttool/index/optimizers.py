@@ -42,13 +42,15 @@ class Optimizer(NamedTuple):
     options: frozenset[str] = frozenset()
 
     def fits(self, slots: frozenset[str], options: frozenset[str]) -> bool:
-        """Whether these can be the slots of all its parameters, and the options of its groups."""
+        """Whether `slots` can be what it keeps for all of its parameters together, and `options` those of its param
+        groups."""
         every = self.slots.union(self.may, *self.others)
         others = bool(self.options) and slots - self.may in self.others
         return self.options <= options and slots <= every and (self.slots <= slots or others)
 
     def lacks(self, slots: frozenset[str], every: frozenset[str]) -> frozenset[str]:
-        """Return the slots that one parameter lacks, where `every` are those of all."""
+        """Return the slots, names of what it keeps for a parameter, that one parameter lacks: `slots` are those that it
+        has, `every` those that any parameter has."""
         own = slots - self.may
         form = own if own in self.others else self.slots
         return (form | (every & self.may)) - slots
@@ -118,7 +120,7 @@ class FoundOptimizer(NamedTuple):
 
 
 def find_optimizers(ckpt: Checkpoint) -> list[FoundOptimizer]:
-    """Find the optimizers that a checkpoint has state of, that of the first param group first."""
+    """Find the optimizers that a checkpoint has state of, that of the first param group first; empty if it has none."""
     slots: dict[str, set[str]] = {}
     for t in ckpt.tensors.values():
         if (slot := t.slot) is not None:
@@ -143,7 +145,8 @@ def find_optimizers(ckpt: Checkpoint) -> list[FoundOptimizer]:
 
 
 def _identify_optimizer(slots: Mapping[str, frozenset[str]], options: Iterable[str]) -> FoundOptimizer:
-    """Find the optimizer that keeps these slots, {parameter: slots}, in groups with these options."""
+    """Find the optimizer that keeps these slots, {parameter: names of its slots}, in param groups with these options;
+    its name is "unknown" where none fits."""
     every, keys = frozenset().union(*slots.values()), frozenset(options)
     found = next((o for o in OPTIMIZERS if o.fits(every, keys)), None)
     missing: dict[str, list[str]] = {}
@@ -158,11 +161,12 @@ _RANK_FILE = re.compile(r"(?:.*/)?__(\d+)_\d+\.distcp")
 
 
 def find_per_rank_slots(ckpt: Checkpoint) -> dict[str, list[str]]:
-    """Find state that every rank had a part of and of which DCP has kept one: {parameter: names of its slots}.
+    """Find optimizer state of which every rank had a part under one name, so that DCP kept only one rank's: {parameter:
+    names of its tensors}; {} where there is none.
 
     FSDP2 shards parameters and gradients as DTensors. An optimizer that makes plain tensors of its own (bitsandbytes,
     SOAP, torchao's predecessors) has one tensor per rank under one name, and DCP takes names to be unique: it keeps one
-    rank's tensor, and of each name another rank's. Such a slot has the shape of one rank's part of the parameter.
+    rank's tensor, and of each name another rank's. Such a tensor has the shape of one rank's part of the parameter.
     """
     if not any(_RANK_FILE.fullmatch(f) for f in ckpt.files):
         return {}
@@ -185,8 +189,14 @@ def find_per_rank_slots(ckpt: Checkpoint) -> dict[str, list[str]]:
 
 
 def _is_shape_of_part(slot: tuple[int, ...], part: tuple[int, ...], whole: tuple[int, ...]) -> bool:
-    """Whether a slot has the shape of one rank's part of a parameter, flat or not, or is square with its rows (SOAP's
-    factors)."""
+    """Whether a tensor that an optimizer keeps has the shape of one rank's part of a parameter, flat or not, or is
+    square with the rows of that part (SOAP's factors).
+
+    Args:
+        slot: shape of the optimizer's tensor.
+        part: shape of the rank's part of the parameter.
+        whole: shape of the parameter.
+    """
     if slot == part and part != whole:
         return True
     n = 1
@@ -198,7 +208,8 @@ def _is_shape_of_part(slot: tuple[int, ...], part: tuple[int, ...], whole: tuple
 
 
 def _describe_kept_ranks(ckpt: Checkpoint, names: Iterable[str]) -> str:
-    """Describe which rank's tensors were kept, slot by slot: "GG.0: 2 of rank 0, 1 of rank 1; Q.0: 3 of rank 1"."""
+    """Return a text on which ranks' tensors were kept, slot by slot: "GG.0: 2 of rank 0, 1 of rank 1; Q.0: 3 of rank
+    1". `names` are names of tensors of optimizer state."""
     of: dict[str, dict[str, int]] = {}
     for n in names:
         t = ckpt.tensors[n]
@@ -212,7 +223,8 @@ def _describe_kept_ranks(ckpt: Checkpoint, names: Iterable[str]) -> str:
 
 
 def describe_lost_slots(ckpt: Checkpoint, found: Mapping[str, list[str]]) -> str:
-    """Write the sentence about what `find_per_rank_slots` has found."""
+    """Return a text that says which optimizer state was lost when it was saved, and what to do; `found` is {parameter:
+    names of its tensors}, not empty, as `find_per_rank_slots` returned it."""
     names = [n for slots in found.values() for n in slots]
     ranks = {m[1] for n in names for f in ckpt.tensors[n].chunks.file if (m := _RANK_FILE.fullmatch(ckpt.files[f]))}
     t = ckpt.tensors[names[0]]

@@ -30,7 +30,8 @@ _NAMED = 4  # names that a sentence gives
 
 
 def names_by_group(ckpt: Checkpoint) -> Groups | None:
-    """Return FQNs by param group, in the order of the optimizer; None where the groups do not list names."""
+    """Return the FQNs in each param group, in the order of the optimizer; None where there are no groups, or where they
+    do not list names."""
     lists: dict[int, list[Any]] = {}
     for v in ckpt.values.values():
         if v.option == "params":
@@ -42,8 +43,12 @@ def names_by_group(ckpt: Checkpoint) -> Groups | None:
 
 
 def describe_group_differences(here: Groups, there: Groups) -> list[str]:
-    """Describe how the groups of a checkpoint (`here`) differ from those of a checkpoint of the job that shall load it
-    (`there`): one sentence each."""
+    """Return a sentence for each difference between param groups, given as FQNs by group.
+
+    Args:
+        here: the groups of a checkpoint.
+        there: the groups in a checkpoint of the job that is to load it.
+    """
     out: list[str] = []
     sizes = [
         f"{count_noun(len(groups), 'group')} of {', '.join(str(len(g)) for g in groups)}" for groups in (here, there)
@@ -75,10 +80,14 @@ def describe_group_differences(here: Groups, there: Groups) -> list[str]:
 
 
 def regroup(ckpt: Checkpoint, groups: Groups) -> tuple[Checkpoint, list[str], list[str]]:
-    """Put the same state into other param groups: (checkpoint, names of entries that no group has room for, notes).
+    """Put the same optimizer state into other param groups: (checkpoint, names of entries that no group has room for,
+    notes). Nothing is changed where the checkpoint has no groups that list names.
 
     A new group gets the hyperparameters of the group that most of its parameters come from. State of parameters that
     are in no new group is left out; so are groups that nothing here belongs to, if they would have no hyperparameters.
+
+    Args:
+        groups: the new groups, as FQNs by group.
     """
     old = names_by_group(ckpt)
     if old is None:
@@ -145,7 +154,8 @@ def regroup(ckpt: Checkpoint, groups: Groups) -> tuple[Checkpoint, list[str], li
 
 
 def _differing_options(ckpt: Checkpoint, best: int, among: Sequence[int]) -> str:
-    """List the hyperparameters in which the groups `among` differ from group `best`, as text."""
+    """Return the names of the hyperparameters in which the param groups `among` differ from group `best`, as one text;
+    "" if there are none. Groups are given by number."""
     options: dict[int, dict[str, Any]] = {}
     for v in ckpt.values.values():
         if v.option is not None and v.path[3] not in ("params", "param_names"):
@@ -160,8 +170,15 @@ def _differing_options(ckpt: Checkpoint, best: int, among: Sequence[int]) -> str
 def _regroup_scheduler(
     values: dict[str, Value], n: int, origin_of: Sequence[int], notes: list[str]
 ) -> dict[str, Value]:
-    """Put the lists of the scheduler that have an entry for each group into the order of the new groups; `n` is the
-    number of old ones."""
+    """Return the values of a checkpoint with the lists of the scheduler that have an entry for each param group in the
+    order of the new groups.
+
+    Args:
+        values: {name: value}, of all components.
+        n: the number of old groups.
+        origin_of: for each new group, the number of the old one that it takes its entry from.
+        notes: gets a sentence where the checkpoint has a scheduler.
+    """
     if list(origin_of) == list(range(n)):
         return values
     out: dict[str, Value] = {}

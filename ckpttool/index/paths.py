@@ -50,40 +50,41 @@ class HasPath:
 
     @property
     def component(self) -> str:
-        """The first element: "model", "optim", "scheduler", ..."""
+        """Return the first element of the path: "model", "optim", "scheduler", ..."""
         return str(self.path[0])
 
     @property
     def local_name(self) -> str:
-        """The name without its component: the FQN of a weight."""
+        """Return the name without its component: of a weight, its FQN."""
         return joined(self.path[1:])
 
     @property
     def is_optimizer_state(self) -> bool:
-        """Whether it is optim.state..."""
+        """Whether the path is that of an optimizer's state: optim.state..."""
         return self.path[:2] == ("optim", "state")
 
     @property
     def is_param_group(self) -> bool:
-        """Whether it is optim.param_groups..."""
+        """Whether the path is that of an optimizer's param groups: optim.param_groups..."""
         return self.path[:2] == ("optim", "param_groups")
 
     @property
     def parameter(self) -> str:
-        """The FQN of the weight that it is, or that it is the optimizer's state of; "" for any other entry."""
+        """Return the FQN of the weight that the entry is, or whose optimizer state it is; "" for any other entry."""
         at = 1 if self.path[0] == "model" else 2 if self.is_optimizer_state else len(self.path)
         return str(self.path[at]) if at < len(self.path) else ""
 
     @property
     def slot(self) -> str | None:
-        """The slot of an optimizer's state ("exp_avg"); None for an entry that is not optim.state.<FQN>.<slot>."""
+        """Return what of an optimizer's state the entry is (its slot, such as "exp_avg"); None for an entry that is not
+        optim.state.<FQN>.<slot>."""
         if not self.is_optimizer_state or len(self.path) < 4:
             return None
         return str(self.path[4] if self.path[3] == WRAPPED_SLOTS and len(self.path) > 4 else self.path[3])
 
     @property
     def group(self) -> int:
-        """The number of the param group of an entry that has an `option`.
+        """Return the number of the param group that the entry belongs to; only for an entry that has an `option`.
 
         Raises:
             ValueError: the group has no number.
@@ -92,5 +93,6 @@ class HasPath:
 
     @property
     def option(self) -> str | None:
-        """The option of a param group ("lr", "params"); None for an entry that is not optim.param_groups.<i>.<key>."""
+        """Return the option of a param group that the entry is ("lr", "params"); None for an entry that is not
+        optim.param_groups.<i>.<key>."""
         return joined(self.path[3:]) if self.is_param_group and len(self.path) > 3 else None

@@ -12,7 +12,8 @@ __all__ = ["complete_scheduler_state"]
 
 
 def complete_scheduler_state(ckpt: Checkpoint) -> Checkpoint:
-    """Add all that torch's LambdaLR saves where the trainer of the source saves its `last_epoch` only.
+    """Return the checkpoint with all that torch's LambdaLR saves, where the trainer of the source saves its
+    `last_epoch` only; any other checkpoint as it is.
 
     torchtitan (components/optimizer/lr_scheduler.py) saves no more: its job computes the rest from the rates of the
     param groups. `LambdaLR.load_state_dict` wants the rest. The rates are in the param groups: `lr`, and `initial_lr`,

@@ -36,7 +36,9 @@ known_trees: Callable[[], Iterable[TrainerTree]] = tuple
 def trainer_of(keys: set[Any], *, model_at_root: bool) -> str | None:
     """Return the name of the trainer that writes trees with these keys at the root; None where it is not known.
 
-    `model_at_root`: the tree has an optimizer under a key of its own, and no model.
+    Args:
+        keys: all keys at the root of the tree.
+        model_at_root: whether the tree has an optimizer under a key of its own, and no such key for the model.
     """
     found = {str(k) for k in keys}
     for tree in known_trees():
@@ -46,7 +48,8 @@ def trainer_of(keys: set[Any], *, model_at_root: bool) -> str | None:
 
 
 def of_composer(leaves: Mapping[Path, object]) -> dict[Path, object] | None:
-    """Return the leaves of a tree of Composer under the usual keys; None of any other tree.
+    """Return the leaves of a tree of Composer, {path: leaf}, under the usual keys; None where the tree is not
+    Composer's.
 
     {"state": {"model", "optimizers": {class: state}, "schedulers": {class: state}, "timestamp", "callbacks", ...},
     "rng": [...]}
@@ -73,10 +76,11 @@ def of_composer(leaves: Mapping[Path, object]) -> dict[Path, object] | None:
 
 
 def fuses_parameters(name: str | None) -> bool:
-    """Say whether the optimizer of a trainer may name fused parameters, which the model does not have."""
+    """Whether the optimizer of a trainer, given by its name or None, may have state for fused parameters, which the
+    model does not have."""
     return any(tree.fuses_parameters for tree in known_trees() if tree.name == name)
 
 
 def schedules_by_epoch(name: str | None) -> bool:
-    """Say whether a trainer saves `last_epoch` alone of a LambdaLR."""
+    """Whether a trainer, given by its name or None, saves only `last_epoch` of torch's LambdaLR."""
     return any(tree.schedules_by_epoch for tree in known_trees() if tree.name == name)

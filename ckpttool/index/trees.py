@@ -16,7 +16,7 @@ def check_no_leaf_inside_leaf(paths: Collection[Path]) -> None:
     """Check that no path begins with another one, as ("a", "b") does with ("a",): a dict cannot hold both.
 
     Raises:
-        Corrupt: with the path that does.
+        Corrupt: one does; with that path.
     """
     lengths = sorted({len(path) for path in paths} - {0})
     for path in paths:
@@ -26,18 +26,18 @@ def check_no_leaf_inside_leaf(paths: Collection[Path]) -> None:
 
 
 def _inside_a_leaf(path: Path) -> Corrupt:
-    """Make the error for a path that leads into a leaf."""
+    """Make the error for a path that leads into another leaf."""
     return Corrupt(f"{joined(path)!r} is inside a value that is neither a dict nor a list.")
 
 
 def nest(leaves: Mapping[Path, object]) -> Any:
-    """Build the tree of leaves: str elements become keys of dicts, a Number one that is an integer, int elements
-    positions in lists.
+    """Build dicts and lists from leaves, {path: leaf}: str elements of a path become keys, a `Number` an integer key,
+    int elements positions in lists.
 
     nest({("a", 0): 1, ("a", 1): 2}) == {"a": [1, 2]}
 
     Raises:
-        Corrupt: two leaves have one place, or a list has holes.
+        Corrupt: two leaves have one place, or a list has positions that are negative or far beyond its length.
     """
     tree = _Node()
     for path, leaf in leaves.items():
@@ -58,7 +58,11 @@ class _Node(dict[Any, Any]):
 
 
 def _as_plain_tree(x: object) -> Any:
-    """Turn inner nodes into dicts and lists."""
+    """Turn the inner nodes of a tree that is being built into dicts and lists; a leaf is returned as it is.
+
+    Raises:
+        Corrupt: a list has positions that are negative or far beyond its length.
+    """
     if type(x) is not _Node:
         return x
     if x and all(type(k) is int for k in x):
@@ -73,7 +77,8 @@ def _as_plain_tree(x: object) -> Any:
 
 
 def _restore_parameter_numbers(state: dict[Any, Any], groups: object) -> dict[Any, Any]:
-    """Give the state of an optimizer whose groups number parameters those numbers as keys.
+    """Return the state of an optimizer with integers as keys where its param groups number the parameters; as it is
+    where they do not.
 
     DCP and JSON have made text of them, and `load_state_dict` passes over a key that no group lists.
     """

@@ -14,12 +14,13 @@ _HEAD = re.compile(r"(?:(?:.*\.)?(?:lm_head|embed_out|output_layer)|output)\.(?:
 
 
 def is_vocabulary(fqn: str) -> bool:
-    """Whether a parameter of that name has a row for each token."""
+    """Whether a parameter of that name is the embedding or the output layer, which have a row for each token."""
     return _EMBEDDING.fullmatch(fqn) is not None or _HEAD.fullmatch(fqn) is not None
 
 
 def vocabulary_of(ckpt: Checkpoint) -> dict[str, TensorEntry]:
-    """Find the weights of the embedding and the output layer, each with a row for each token: {FQN: weight}."""
+    """Return the weights of the embedding and the output layer, each with a row for each token: {FQN: weight}; {} where
+    no embedding is found."""
     model = {t.parameter: t for t in ckpt.tensors.values() if t.component == "model" and len(t.path) == 2}
     if not any(_EMBEDDING.fullmatch(n) for n in model):
         return {}
@@ -27,8 +28,8 @@ def vocabulary_of(ckpt: Checkpoint) -> dict[str, TensorEntry]:
 
 
 def embedding_and_head(tensors: Mapping[str, object]) -> tuple[str | None, str | None]:
-    """Find (name of the input embedding, name of the weight of the output layer) among names of weights; None where
-    there is none, or more than one."""
+    """Return (name of the input embedding, name of the weight of the output layer), found by name among {name of a
+    weight: anything}; None for one that is missing, or that several names fit."""
     embeddings = [n for n in tensors if _EMBEDDING.fullmatch(n)]
     heads = [n for n in tensors if _HEAD.fullmatch(n) and n.endswith(".weight")]
     return (embeddings[0] if len(embeddings) == 1 else None), (heads[0] if len(heads) == 1 else None)

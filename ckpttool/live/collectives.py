@@ -21,14 +21,14 @@ T = TypeVar("T")
 
 
 def _in_job() -> bool:
-    """Whether this process is one of a job of torch.distributed."""
+    """Tell whether torch.distributed is initialised in this process."""
     import torch.distributed as dist
 
     return dist.is_available() and dist.is_initialized()
 
 
 def rank_and_world() -> tuple[int, int]:
-    """Return (this rank, number of ranks); (0, 1) without a job."""
+    """Return (this rank, number of ranks); (0, 1) in a process without a job."""
     if not _in_job():
         return 0, 1
     import torch.distributed as dist
@@ -37,13 +37,19 @@ def rank_and_world() -> tuple[int, int]:
 
 
 def union_over_ranks(names: set[str]) -> set[str]:
-    """Unite the names of all ranks; with pipeline parallelism each has a part of the model. A collective."""
+    """Return the union of the sets that all ranks give: with pipeline parallelism each knows a part of the model's
+    names. A collective, which every rank has to call."""
     return set().union(*gather_objects(names))
 
 
 def gather_objects(mine: Any, group: Any = None) -> list[Any]:
-    """Gather the objects of all ranks of a group, in the order of ranks; without a job, a list of this one. A
-    collective."""
+    """Return the objects of all ranks of a group, in the order of ranks; without a job, [mine]. A collective, which
+    every rank of the group has to call.
+
+    Args:
+        mine: what this rank gives; it is pickled.
+        group: process group of torch; None for all ranks.
+    """
     if not _in_job():
         return [mine]
     import torch.distributed as dist
@@ -54,7 +60,12 @@ def gather_objects(mine: Any, group: Any = None) -> list[Any]:
 
 
 def broadcast_bytes(data: bytes | None, source: int) -> bytes:
-    """Send the bytes of rank `source` to all ranks. A collective."""
+    """Return the bytes of one rank on all ranks. A collective, which every rank has to call.
+
+    Args:
+        data: the bytes; None on ranks other than `source`.
+        source: the rank that sends.
+    """
     if not _in_job():
         assert data is not None
         return data
@@ -67,7 +78,12 @@ def broadcast_bytes(data: bytes | None, source: int) -> bytes:
 
 
 def run_on_first_rank(make: Callable[[], T]) -> T:
-    """Call a function on rank 0 and return its result, plain data, on every rank. A collective."""
+    """Call a function on rank 0 and return its result, which is pickled, on every rank. A collective, which every rank
+    has to call.
+
+    Raises:
+        CkpttoolError: the function failed, on every rank; rank 0 raises the error itself.
+    """
     made: T | None = None
 
     def act() -> None:
@@ -83,9 +99,15 @@ def run_on_first_rank(make: Callable[[], T]) -> T:
 
 def run_together(act: Callable[[], object], then: str = "cannot load the checkpoint, so no rank does") -> None:
     """Call a function on every rank. If it fails on one, all raise, so that no rank waits for the others forever. A
-    collective.
+    collective, which every rank has to call.
 
-    `then` is what the others say of that rank.
+    Args:
+        act: the function; its result is dropped.
+        then: what the other ranks say of the one that failed, after "rank N".
+
+    Raises:
+        CkpttoolError: it failed on another rank; of the same class where that was an error of errors.py. A rank on
+            which it fails raises its own error.
     """
     error: Exception | None = None
     try:

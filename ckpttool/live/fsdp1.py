@@ -15,7 +15,8 @@ __all__ = ["describe_fsdp1"]
 
 
 def _strip_wrappers(name: str) -> str:
-    """Remove the wrapper modules from the name of a module or of a parameter."""
+    """Return the name of a module or a parameter without the modules that wrappers (FSDP1, DDP, torch.compile) put into
+    it."""
     return ".".join(part for part in name.split(".") if part and part not in WRAPPERS)
 
 
@@ -97,6 +98,7 @@ def describe_fsdp1(model: Any, optimizer: Any = None) -> dict[str, Any]:
 
 
 def _join_clean(module: str, name: str) -> str:
-    """Join the name of a module and of a parameter in it, without wrappers."""
+    """Return the FQN of a parameter: the name of its module, which is free of wrappers or "", and its name in it, from
+    which wrappers are removed."""
     name = _strip_wrappers(name)
     return f"{module}.{name}" if module else name

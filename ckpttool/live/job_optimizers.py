@@ -30,7 +30,10 @@ Plans = Sequence[tuple[dict[str, Any], dict[str, Any]]]
 
 
 def list_optimizers(optimizer: object) -> tuple[Any, ...]:
-    """List the optimizers of a job: none, one, or several, as get_state_dict takes them.
+    """Return the optimizers of a job as a tuple, () where there is none.
+
+    Args:
+        optimizer: None, an optimizer, or several in an iterable, as get_state_dict takes them.
 
     Raises:
         UsageError: it is none of these.
@@ -48,10 +51,10 @@ def list_optimizers(optimizer: object) -> tuple[Any, ...]:
 
 
 def optimizer_by_parameter(optimizers: Iterable[Any]) -> dict[int, Any]:
-    """Return {id of a parameter: its optimizer}.
+    """Return {id() of a parameter: its optimizer}.
 
     Raises:
-        UsageError: a parameter has two.
+        UsageError: a parameter is in two of the optimizers.
     """
     out: dict[int, Any] = {}
     for optimizer in optimizers:
@@ -62,15 +65,14 @@ def optimizer_by_parameter(optimizers: Iterable[Any]) -> dict[int, Any]:
 
 
 def loaded_options(group: Mapping[str, object]) -> dict[str, Any]:
-    """Return the options of a param group that are state."""
+    """Return {name: value} of the options of a param group that a checkpoint may set: all but its parameters, their
+    names, and `OWN_FLAGS`."""
     return {k: v for k, v in group.items() if k not in OWN_FLAGS and k not in ("params", "param_names")}
 
 
 def saved_groups_and_state(optimizer: Any) -> tuple[list[Mapping[str, Any]], dict[int, Any]]:
-    """Return what an optimizer's state_dict() holds: (param groups, {id of a parameter: its state}).
-
-    Where that has a form of its own, it is what the optimizer itself holds.
-    """
+    """Return (param groups, {id() of a parameter: its state}) that an optimizer would save, from its state_dict().
+    Where that has a form of its own, they are what the optimizer itself holds."""
     saved, groups = optimizer.state_dict(), optimizer.param_groups
     try:
         pairs = [
@@ -84,15 +86,15 @@ def saved_groups_and_state(optimizer: Any) -> tuple[list[Mapping[str, Any]], dic
 
 
 def remember_options(groups: Iterable[dict[str, Any]]) -> Callable[[], None]:
-    """Return a function that gives these param groups the options that they have now. Tensors stay the ones that they
-    are."""
+    """Return a function that gives these param groups back the options that they have now. A tensor among the options
+    (such as a learning rate) stays the same object and gets its old value."""
     import torch
 
     before = [(g, {k: (v, _copy_mutable(v)) for k, v in g.items() if k != "params"}) for g in groups]
 
     @torch.no_grad()
     def restore() -> None:
-        """Give the groups the options that they had."""
+        """Give the groups the options that they had; options that were added since are removed."""
         for group, old in before:
             for k in [k for k in group if k != "params" and k not in old]:
                 del group[k]
@@ -103,14 +105,20 @@ def remember_options(groups: Iterable[dict[str, Any]]) -> Callable[[], None]:
 
 
 def _copy_mutable(x: Any) -> Any:
-    """Copy what a step may change in place; any other object is the job's own."""
+    """Return a copy of a tensor or container, which a step may change in place; any other object itself."""
     if hasattr(x, "copy_"):
         return x.detach().clone()
     return deepcopy(x) if isinstance(x, (dict, list, set, deque)) else x
 
 
 def set_options(group: dict[str, Any], stored: Mapping[str, object]) -> dict[str, Any]:
-    """Set the options of a param group to those of a checkpoint's group, and return what they must be afterwards."""
+    """Set the options of a param group to those of a checkpoint's group, in the form in which the group has them, and
+    return {name: value that it must have afterwards}.
+
+    Args:
+        group: the live param group; a tensor among its options is filled in place.
+        stored: the checkpoint's group.
+    """
     import torch
 
     want = {k: fit_to_live(x, group.get(k)) for k, x in loaded_options(stored).items()}
@@ -132,6 +140,11 @@ def create_state(optimizer: Any, wanted: Sequence[object], plans: Plans) -> None
     step is made with the options of the checkpoint, on which it depends what state there is (amsgrad, momentum). If it
     fails with these, as that of a schedule-free optimizer that was saved in evaluation mode, it is made with those of
     the job. Param groups are put back afterwards, since some optimizers count their steps there.
+
+    Args:
+        optimizer: its state is cleared before.
+        wanted: the parameters that get a state.
+        plans: [(live param group, the checkpoint's group with its options)].
 
     Raises:
         Unsupported: the step fails.

@@ -97,10 +97,13 @@ class LiveJob:
         self._undo: list[Callable[[], None]] = []
 
     def share_small(self) -> None:
-        """Read the small tensors that every rank needs whole (options, counters, random states) on rank 0. A
-        collective.
+        """Let rank 0 read the small tensors that every rank needs whole (options, counters, random states), and send
+        them to the others. A collective, which every rank has to call.
 
         What is in one small file of each of 512 ranks would otherwise be read 512 times.
+
+        Raises:
+            CkpttoolError: rank 0 cannot read one, on every rank.
         """
         rank, world = rank_and_world()
         if world == 1:
@@ -108,7 +111,7 @@ class LiveJob:
         packed = b""
 
         def read() -> None:
-            """Read the small tensors, on rank 0."""
+            """Read the small tensors and pickle their bytes, on rank 0."""
             nonlocal packed
             if rank == 0:
                 named = {n: e for n, e in self.entries.items() if isinstance(e, TensorEntry) and self._is_small(e)}
@@ -119,7 +122,7 @@ class LiveJob:
         self.opened.small = pickle.loads(broadcast_bytes(packed if rank == 0 else None, 0))
 
     def _is_small(self, e: TensorEntry) -> bool:
-        """Whether every rank needs a tensor whole, and it is small."""
+        """Tell whether an entry is a small tensor that every rank needs whole."""
         if e.is_optimizer_state:
             return "trainer.step" not in self.entries and e.path[-1] == "step" and self.opened.is_scalar_state(e)
         if e.component in ("model", "optim"):
@@ -130,12 +133,17 @@ class LiveJob:
     # ------------------------------------------------------------------------------------------------------- matching
 
     def match(self, anywhere: set[str]) -> None:
-        """Compare everything and make `wanted`; raises before anything has changed for good.
+        """Compare the names, shapes and kinds of everything that is loaded, and make `wanted`. If it raises, `undo`
+        restores what it has changed in the optimizers.
 
-        `anywhere` are the FQNs that some rank has.
+        Args:
+            anywhere: the FQNs that some rank of the job has.
 
         Raises:
-            DoesNotFit, Unsupported: with all differences.
+            DoesNotFit: the job has other names, shapes or kinds; with all differences.
+            Unsupported: the checkpoint has other values for two names of one tied parameter, or no optimizer state, or
+                an optimizer creates none.
+            UsageError: the optimizer has a parameter that the model does not have.
         """
         problems = self._match_model(anywhere)
         contents = [] if problems else self._compare_tied(self._tied_names())
@@ -152,7 +160,8 @@ class LiveJob:
                 raise Unsupported(f'"{name}" is not in {self.opened.path}.')
 
     def _leaf_names(self, tree: Any, path: tuple[str, ...]) -> Iterator[str]:
-        """Yield the names of the leaves of a state dict."""
+        """Yield the dotted names of the leaves of a nested state dict; `path` are the keys under which it lies in a
+        larger one."""
         for key, x in tree.items():
             if isinstance(x, dict):
                 yield from self._leaf_names(x, (*path, str(key)))
@@ -160,7 +169,12 @@ class LiveJob:
                 yield ".".join((*path, str(key)))
 
     def _match_model(self, anywhere: set[str]) -> list[str]:
-        """Compare the model, and put its tensors into `wanted`; returns what does not fit."""
+        """Compare the model, put its tensors and extra states into what is to be loaded, and return what does not fit,
+        a sentence each.
+
+        Args:
+            anywhere: the FQNs that some rank of the job has.
+        """
         problems = []
         tied = self._tied_names()
         missing = [n for n in self.live if n not in self.stored and not any(m in self.stored for m in tied.get(n, ()))]
@@ -190,7 +204,12 @@ class LiveJob:
         return problems
 
     def _read_extra_states(self, anywhere: set[str]) -> None:
-        """Read what modules get through set_extra_state(), in the form in which they return it."""
+        """Read what modules get through set_extra_state(), in the form in which their get_extra_state() returns it;
+        what cannot be loaded becomes a note.
+
+        Args:
+            anywhere: the FQNs that some rank of the job has.
+        """
         own: list[str] = []
         surplus = [n for fqn, names in self._stored_extra.items() if fqn not in anywhere for n in names]
         for fqn, live in self.extra.items():
@@ -223,11 +242,13 @@ class LiveJob:
             )
 
     def _compare_tied(self, tied: Mapping[str, Sequence[str]]) -> list[str]:
-        """Compare what the checkpoint has for the names of one tied parameter, in the part of this rank; returns what
-        does not fit.
+        """Compare what the checkpoint has for the names of one tied parameter, in the part of this rank, and keep one
+        name of each in `wanted`; returns what differs, a sentence each.
 
-        Only one of the names is then loaded. If the index shows that they are the same bytes, nothing is read to
-        compare them.
+        If the index shows that they are the same bytes, nothing is read to compare them.
+
+        Args:
+            tied: {FQN: the other names of the same parameter}.
         """
         problems = []
         model = self.wanted["model"]
@@ -245,7 +266,8 @@ class LiveJob:
         return problems
 
     def _read_local_part(self, fqn: str) -> Any:
-        """Read this rank's part of a tensor into new memory."""
+        """Return this rank's part of a tensor of the checkpoint, by its FQN in the model, in new memory and the
+        checkpoint's dtype."""
         live = self.live[fqn]
         local = getattr(live, "_local_tensor", live)
         start = (0,) * live.dim()
@@ -259,11 +281,11 @@ class LiveJob:
         return out
 
     def _tied_names(self) -> dict[str, list[str]]:
-        """Return {FQN: the other names of the same tensor}."""
+        """Return {FQN of a parameter: the other FQNs of the same parameter, [] if it is not tied}."""
         return {n: [m for m in group if m != n] for group in self._fqns_by_parameter().values() for n in group}
 
     def _fqns_by_parameter(self) -> dict[int, list[str]]:
-        """Return {id of a parameter: its FQNs}."""
+        """Return {id() of a parameter: its FQNs, more than one if it is tied}."""
         raw = list(self.model.named_parameters(remove_duplicate=False))
         clean = strip_wrappers(n for n, _ in raw)
         out: dict[int, list[str]] = {}
@@ -275,7 +297,12 @@ class LiveJob:
 
     def _match_optimizer(self) -> list[str]:
         """Compare the optimizers and their groups, let them create their state, and set their options; returns what
-        does not fit."""
+        does not fit, a sentence each. What it changes is undone by `undo`.
+
+        Raises:
+            Unsupported: the checkpoint has no optimizer state, or an optimizer creates none.
+            UsageError: an optimizer has a parameter that the model does not have.
+        """
         if not any(e.component == "optim" for e in self.entries.values()):
             raise Unsupported(
                 f"{self.opened.path} has no optimizer state. Pass optimizer=None to load only the weights."
@@ -351,7 +378,7 @@ class LiveJob:
         return problems
 
     def _read_groups(self) -> dict[int, dict[str, Any]]:
-        """Read the checkpoint's param groups: {number: options}."""
+        """Read the checkpoint's param groups: {number of a group: {option: value}}."""
         options = {n: e for n, e in self.entries.items() if e.option is not None}
         leaves: dict[int, dict[Any, Any]] = {}
         for name, x in self._read_entries(options).items():
@@ -360,7 +387,12 @@ class LiveJob:
         return {i: nest(found) for i, found in sorted(leaves.items())}
 
     def _read_entries(self, entries: Mapping[str, TensorEntry | Value]) -> dict[str, Any]:
-        """Read values as plain data, and small tensors on the CPU; values of unknown classes become notes."""
+        """Read entries and return {name: plain data of a value, or the whole tensor on the CPU}; values of unknown
+        classes are left out, with a note.
+
+        Args:
+            entries: {canonical name: entry of the index}.
+        """
         out: dict[str, Any] = {}
         wanted: list[ReadRequest] = []
         for name, e in entries.items():
@@ -381,11 +413,17 @@ class LiveJob:
         return out
 
     def _prepare_slots(self, state: dict[str, dict[str, str]], plans: job_optimizers.Plans) -> list[str]:
-        """Make the optimizers' state for every parameter that has one in the checkpoint, and add its leaves to
-        `wanted`.
+        """Make the optimizers' state for every parameter that has one in the checkpoint, add its leaves to `wanted`,
+        and return what does not fit, a sentence each.
 
-        The planner gets them flat, by the names that flattened checkpoints have ("GG.0" of a list of tensors). Returns
-        what does not fit.
+        The planner gets them flat, by the names that flattened checkpoints have ("GG.0" of a list of tensors).
+
+        Args:
+            state: {FQN: {name of a leaf of its state: canonical name}}.
+            plans: [(live param group, the checkpoint's group with its options)].
+
+        Raises:
+            Unsupported: an optimizer creates no state.
         """
         before = [(o, dict(o.state)) for o in self.optimizers]
 
@@ -423,7 +461,13 @@ class LiveJob:
         return problems
 
     def _slot_problems(self, fqn: str, names: Mapping[str, str]) -> list[str]:
-        """Say how the state of a parameter in the job and in the checkpoint do not fit."""
+        """Return how the optimizer's state of a parameter differs between job and checkpoint in names and shapes, a
+        sentence each; [] if it fits.
+
+        Args:
+            fqn: of the parameter.
+            names: {name of a leaf of its state: canonical name} of the checkpoint.
+        """
         live = {name: x for name, (_, x) in self._leaves[fqn].items()}
         full = {k for k, n in names.items() if n in self.ckpt.tensors or not _is_empty(self.ckpt.values[n].data)}
         if full - live.keys() or any(not is_hollow(x) for k, x in live.items() if k not in names):
@@ -447,7 +491,11 @@ class LiveJob:
     # ------------------------------------------------------------------------------------------------------- the rest
 
     def _match_scheduler(self) -> list[str]:
-        """Compare the scheduler, and keep the state that it shall load; returns what does not fit."""
+        """Compare the scheduler, keep the state that it shall load, and return what does not fit, a sentence each.
+
+        Raises:
+            DoesNotFit: the checkpoint has no scheduler state.
+        """
         entries = {n: e for n, e in self.entries.items() if e.component == "scheduler" and e.path[1:]}
         if not entries:
             raise DoesNotFit(
@@ -477,7 +525,8 @@ class LiveJob:
         return []
 
     def _read_rest(self) -> None:
-        """Read all that is neither model nor optimizer into `rest`, and find the step."""
+        """Read all that is neither model nor optimizer, nor the state of a scheduler that is loaded, into `rest`, and
+        set `step`. Large tensors are left out, with a note."""
         entries: dict[str, TensorEntry | Value] = {}
         for n, e in self.entries.items():
             component = e.component
@@ -502,12 +551,13 @@ class LiveJob:
     # -------------------------------------------------------------------------------------------------------- the end
 
     def undo(self) -> None:
-        """Restore the optimizer's state and options."""
+        """Restore the state and the options that the optimizers had before `match`; weights are not restored."""
         while self._undo:
             self._undo.pop()()
 
     def finish(self) -> None:
-        """Put into the job what torch's planner did not put there, and compare what the job then holds with the files.
+        """Put into the job what torch's planner did not put there, and compare what the job would then save with what
+        is in the files. To be called after `match` and the load of torch.
 
         Raises:
             Differs: with the first difference. The job is loaded in part, then.
@@ -534,8 +584,8 @@ class LiveJob:
             )
 
     def _load_strays(self) -> None:
-        """Let modules load what is not filled in place: extra states, and tensors of which a hook put copies into the
-        state dict."""
+        """Let modules load what torch's planner has not filled in place: extra states, and tensors of which a hook put
+        copies into the state dict."""
         from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 
         homes = {_memory_address(t) for t in (*self.model.parameters(), *self.model.buffers())}
@@ -545,8 +595,8 @@ class LiveJob:
             set_model_state_dict(self.model, state, options=StateDictOptions(strict=False))
 
     def _differences(self) -> Iterator[str | None]:
-        """Yield the first difference of each part of the job: what it would save now against what is in the files; None
-        for none.
+        """Yield a clause about the first difference of each part of the job, between what it would save now and what is
+        in the files; None for a part without one.
 
         Bytes that the planner read straight into a tensor of the job are not read again: `LiveReader` compares their
         digests where there are recorded ones, and a tensor whose memory is still the one that was filled holds what was
@@ -571,7 +621,13 @@ class LiveJob:
             yield first_difference(self.scheduler.state_dict(), self._scheduler_state, "scheduler")
 
     def _state_differences(self, fqn: str, saved: object) -> Iterator[str | None]:
-        """Yield the differences of the optimizer's state of one parameter, as `_differences` does."""
+        """Yield a clause about the first difference in each leaf of the optimizer's state of one parameter; None for a
+        leaf without one.
+
+        Args:
+            fqn: of the parameter.
+            saved: the state that the optimizer would save for it now.
+        """
         filled = self.wanted["optim"]["state"][fqn]
         now = {name: x for name, _, x in iterate_leaves(saved, self._leaves[fqn])}
         for name, (_, live) in self._leaves[fqn].items():
@@ -586,43 +642,49 @@ class LiveJob:
 
 
 def _is_extra_state(name: str) -> bool:
-    """Whether it is the FQN of what a module's get_extra_state() returns."""
+    """Tell whether a name of a state dict is that of what a module's get_extra_state() returns."""
     return _EXTRA_STATE.fullmatch(name) is not None
 
 
 def _is_encoded(x: object) -> bool:
-    """Whether an extra state is bytes of the module's own making, which may write the same state otherwise (a
-    pickle)."""
+    """Tell whether an extra state is bytes of the module's own making (such as a pickle), in which one state may be
+    written in several ways."""
     return isinstance(x, bytes) or (isinstance(x, torch.Tensor) and x.dtype == torch.uint8 and x.dim() == 1)
 
 
 def _is_empty(x: object) -> bool:
-    """Whether an extra state holds nothing."""
+    """Tell whether a state is None or a container without leaves."""
     return x is None or is_hollow(x)
 
 
 def _tensor_shapes(x: object) -> dict[str, tuple[int, ...]]:
-    """Return {name: shape} of the tensors inside a value."""
+    """Return {dotted name: shape} of the tensors inside a value, which may be a tensor itself."""
     return {name: tuple(t.shape) for name, _, t in iterate_leaves({"": x}, ()) if isinstance(t, torch.Tensor)}
 
 
 def _holds_states(x: object) -> bool:
-    """Whether it is a list of the states of schedulers, as SequentialLR has it."""
+    """Tell whether it is a list or tuple of the states of schedulers, as SequentialLR has it."""
     return isinstance(x, (list, tuple)) and any(isinstance(y, Mapping) and y for y in x)
 
 
 def _memory_address(t: Any) -> int:
-    """Return where the memory of this rank's part of a tensor begins."""
+    """Return the address at which this rank's part of a tensor begins."""
     local = t.to_local() if hasattr(t, "to_local") else t
     return int(local.data_ptr())
 
 
 def _differing_options(options: Mapping[str, object], every: Mapping[int, Mapping[str, object]]) -> str:
-    """List the options of a group in which it differs from one of the others, for messages."""
+    """Return a text with those options of a param group in which it differs from another group: "lr 0.1, betas (0.9,
+    0.95)"; "the same" if there are none.
+
+    Args:
+        options: {option: value} of the group.
+        every: {number: options} of the groups to compare with.
+    """
     keys = [k for k, v in options.items() if any(o.get(k) != v for o in every.values())]
     return ", ".join(f"{k} {short(options[k])}" for k in keys) or "the same"
 
 
 def _list_names(names: Sequence[str]) -> str:
-    """List the first names, and how many more there are."""
+    """Return a text with the first six names, in quotes, and how many more there are."""
     return list_first((f'"{n}"' for n in names), 6)

@@ -21,19 +21,24 @@ Keys = tuple[Any, ...]
 
 
 def is_hollow(x: object) -> bool:
-    """Whether it is a container in which there is no leaf; flattened checkpoints do not have such ones."""
+    """Tell whether it is a container (mapping, list or tuple) in which there is no leaf at any depth; flattened
+    checkpoints do not have such ones."""
     if isinstance(x, Mapping):
         return all(map(is_hollow, x.values()))
     return isinstance(x, (list, tuple)) and all(map(is_hollow, x))
 
 
 def fit_to_live(stored: object, live: object) -> Any:
-    """Convert what was stored to the form that a live object has for it.
+    """Return what was stored in the form that a live object has for it.
 
     A stored key of text is the live key with that text. If the live object has no such key (a schedule with other
     milestones), it becomes one of the type that all live keys have. Containers get the live object's types. A tensor
-    and a number stand for each other; tensors go to the live tensor's dtype and device. Whatever the live object has no
-    counterpart of stays as it was stored.
+    and a number stand for each other; tensors go to the live tensor's device, and those of one element also to its
+    dtype. Whatever the live object has no counterpart of stays as it was stored.
+
+    Args:
+        stored: value of the checkpoint.
+        live: the job's object in that place; None where it has none. It is not changed.
     """
     import torch
 
@@ -58,7 +63,7 @@ def fit_to_live(stored: object, live: object) -> Any:
 
 
 def _place_like(stored: Any, live: Any) -> Any:
-    """Move a whole tensor to the device of the live one, and shard it if that one is sharded."""
+    """Return a whole tensor on the device of the live one, and sharded as that one if that is a DTensor."""
     from torch.distributed.tensor import DTensor, distribute_tensor
 
     stored = stored.to(live.device)
@@ -68,7 +73,7 @@ def _place_like(stored: Any, live: Any) -> Any:
 
 
 def _match_keys(stored: Mapping[Any, object], live: Mapping[Any, object]) -> dict[Any, Any]:
-    """Return {stored key: the live object's key for it}."""
+    """Return {stored key: the live object's key for it}; the stored keys themselves where two would become one."""
     texts = Counter(map(str, live))
     by_text = {str(k): k for k in live if texts[str(k)] == 1}
     kinds = {type(k) for k in live} or ({int} if isinstance(live, Counter) else set())
@@ -80,7 +85,8 @@ def _match_keys(stored: Mapping[Any, object], live: Mapping[Any, object]) -> dic
 
 
 def _key_from_text(kind: type, text: str) -> Any:
-    """Return the key of a type that has this text; the text where there is none."""
+    """Return the int or float that has this text, as `kind` says; the text itself where there is none, or for any other
+    kind."""
     if kind not in (int, float):
         return text
     try:
@@ -91,7 +97,13 @@ def _key_from_text(kind: type, text: str) -> Any:
 
 
 def _in_container_of(live: Any, items: Any) -> Any:
-    """Put items into a container of the live object's class."""
+    """Return the items in a container of the live object's class, with its settings (a deque's length, a default
+    factory).
+
+    Args:
+        live: a container; it is not changed.
+        items: a dict where it is a mapping, and otherwise a list.
+    """
     if isinstance(live, MutableMapping):
         out = copy(live)  # keeps the default factory of a defaultdict
         out.clear()
@@ -108,10 +120,15 @@ def _in_container_of(live: Any, items: Any) -> Any:
 
 
 def iterate_leaves(live: Any, names: Container[str], path: Keys = ()) -> Iterator[tuple[str, Keys, Any]]:
-    """Yield (its name, its path, what is there) of every leaf of a live object, None left out.
+    """Yield (name, path, value) of every leaf of a live object; leaves that are None are left out.
 
     The name is the path joined by dots, as flattened checkpoints have it. A container whose own name is among `names`
     is a leaf: DCP stores lists of numbers whole, and any tuple; files of torch.save are read so where keys are no text.
+
+    Args:
+        live: nested mappings, lists and tuples.
+        names: names of leaves in the checkpoint.
+        path: keys under which `live` lies in a larger object, which names and paths begin with.
     """
     name = joined(path)
     if path and (name in names or not isinstance(live, (Mapping, list, tuple)) or not live):
@@ -124,7 +141,8 @@ def iterate_leaves(live: Any, names: Container[str], path: Keys = ()) -> Iterato
 
 
 def set_at(tree: Any, path: Keys, value: Any) -> Any:
-    """Set a value at a path, and return the tree; whatever can be changed is changed in place."""
+    """Set a value at a path of nested containers, and return the outermost one: the same object changed in place, or a
+    new one if it is a tuple."""
     key, *rest = path
     if rest:
         value = set_at(tree[key], tuple(rest), value)
@@ -138,11 +156,16 @@ def set_at(tree: Any, path: Keys, value: Any) -> Any:
 
 
 def first_difference(live: object, want: object, name: str = "") -> str | None:
-    """Describe the first place where a live object is not what it should be: '"milestones.3" is ..., and ... in the
-    job'; None where there is none.
+    """Return a clause about the first place where a live object is not what it should be: '"milestones.3" is ... in the
+    checkpoint and ... in the job'; None where it is equal.
 
     Exact: types of containers and keys, the type of a number, the bits of a float or a tensor. Keys that only the live
     object has are not compared. The device of a tensor does not count.
+
+    Args:
+        live: what the job has.
+        want: what it should have.
+        name: of the object, for the text; "" at the outermost.
     """
     import torch
 
@@ -162,7 +185,7 @@ def first_difference(live: object, want: object, name: str = "") -> str | None:
 
 
 def _describe_difference(name: str, live: object, want: object) -> str:
-    """Describe two values that differ."""
+    """Return a clause about two values that differ; `name` is where they lie, `want` is the one in the checkpoint."""
     a, b = _show_value(want), _show_value(live)
     if a == b:
         return f'"{name}" ({a}) has other numbers in the job than in the checkpoint'
@@ -170,12 +193,13 @@ def _describe_difference(name: str, live: object, want: object) -> str:
 
 
 def _child_name(name: str, key: object) -> str:
-    """Return the name of an item of a container."""
+    """Return the dotted name of an item of a container, whose own name may be ""."""
     return f"{name}.{key}" if name else str(key)
 
 
 def _is_same_tensor(a: Any, b: Any) -> bool:
-    """Whether two tensors are equal bit for bit; of two sharded ones, the shards of this rank."""
+    """Tell whether two tensors have equal dtype, shape and bits, on whatever device; of two DTensors, the shards of
+    this rank."""
     import torch
 
     if a is b:
@@ -191,7 +215,7 @@ def _is_same_tensor(a: Any, b: Any) -> bool:
 
 
 def _is_same_value(a: Any, b: Any) -> bool:
-    """Whether two values are of one type and equal, floats and arrays bit for bit."""
+    """Tell whether two values are of one type and equal, floats and numpy arrays bit for bit."""
     if type(a) is not type(b):
         return False
     if type(a) is float:
@@ -202,7 +226,7 @@ def _is_same_value(a: Any, b: Any) -> bool:
 
 
 def _show_value(x: Any) -> str:
-    """Show a value in a message."""
+    """Return a value as a short text for a message; of a tensor, its dtype and shape."""
     if hasattr(x, "element_size") and x.numel() > 1:
         return f"a tensor {str(x.dtype).removeprefix('torch.')} {list(x.shape)}"
     text = repr(x)

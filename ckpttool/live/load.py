@@ -101,7 +101,23 @@ def load_opened(
     progress: Progress | None,
     started: float,
 ) -> Loaded:
-    """Load from a checkpoint that is open on every rank (shared_index.py), as `load` does. A collective."""
+    """Load a checkpoint that is open on every rank into a live job: `load` without the opening. A collective, which
+    every rank has to call.
+
+    Args:
+        opened: the open checkpoint; the caller closes it.
+        path: of the checkpoint, for messages.
+        model: the module, sharded or not.
+        optimizer: its optimizer, a list of several, or None for the weights only.
+        scheduler: a scheduler to load, or None.
+        progress: called with ("load", bytes, bytes in all) of this rank; None for nobody.
+        started: `time.monotonic()` when the load began, from which its seconds are counted.
+
+    Raises:
+        Unsupported: checkpoint and job do not fit, and nothing was changed.
+        Differs: the job does not hold what was loaded, and is loaded in part.
+        CkpttoolError: whatever else makes one rank stop.
+    """
     from .live_job import LiveJob
     from .torch_reader import AnyLayoutReader
 
@@ -110,10 +126,12 @@ def load_opened(
     job: LiveJob | None = None
 
     def prepare() -> None:
+        """Look at the live job, on each rank."""
         nonlocal job
         job = LiveJob(model, optimizer, scheduler, reader.opened)
 
     def match() -> None:
+        """Compare the job with the checkpoint, on each rank."""
         assert job is not None
         job.match(anywhere)
 
@@ -133,7 +151,12 @@ def load_opened(
 
 
 def _dcp_load(state_dict: dict[str, Any], reader: object) -> None:
-    """Let torch load, and raise our own error where one of ours stopped it."""
+    """Let torch fill a state dict in place by a StorageReader. A collective, which every rank has to call.
+
+    Raises:
+        CkpttoolError: an error of ours stopped it, on whatever rank.
+        CheckpointException: another one did (torch's, a BaseException).
+    """
     from torch.distributed.checkpoint.api import CheckpointException
     from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 

@@ -37,7 +37,8 @@ class NameLookup:
         self._memo: dict[str, tuple[str, str] | None] = {}
 
     def find(self, asked: str) -> str | None:
-        """Find the canonical name for a name of the job; None if the checkpoint has no such entry.
+        """Return the canonical name of the entry that the job asks for as `asked`; None if the checkpoint has no such
+        entry.
 
         Raises:
             Unsupported: it fits several entries.
@@ -56,10 +57,12 @@ class NameLookup:
         return known[0] if known else None
 
     def check_consistent(self, asked: Iterable[str]) -> None:
-        """Check that the names of one state dict were all understood in the same way.
+        """Check that the names of one state dict, those of a whole load, are understood in the same way; names that the
+        checkpoint lacks do not count.
 
         Raises:
-            Unsupported: two names mean one tensor, or model and optimizer were found under different wrapper keys.
+            Unsupported: one name fits several entries, two names mean one tensor, or the names fit only if different
+                leading keys are removed.
         """
         meaning: dict[str, str] = {}
         ways: dict[str, str] = {}
@@ -83,7 +86,8 @@ class NameLookup:
             )
 
     def _aliases(self, asked: str) -> Iterator[tuple[str, str]]:
-        """Yield (canonical name that a name may mean, how it was understood: "", "bare" or "key K")."""
+        """Yield (canonical name that the job's name may mean, which need not exist; how it was understood): "" for a
+        name that begins with a component, "bare" for an FQN alone, "key K" where a leading key K was removed."""
         top, _, rest = asked.partition(".")
         yield from ((n, "") for n in self._spelled(asked))
         if top in COUNTERS:
@@ -95,7 +99,8 @@ class NameLookup:
             yield from ((n, f"key {top}") for n in self._spelled(rest))
 
     def _spelled(self, name: str) -> Iterator[str]:
-        """Yield the canonical names of a name that begins with a word for a component."""
+        """Yield the canonical names that a name may mean which begins with a word for a component ("optimizer.",
+        "state_dict."); none for other names."""
         top, _, rest = name.partition(".")
         role = ROLES.get(top)
         if role and rest:
@@ -104,7 +109,12 @@ class NameLookup:
                 yield from self._within(role, rest[2:])
 
     def _within(self, role: str, rest: str) -> Iterator[str]:
-        """Yield the canonical names in a component that the rest of a name may mean."""
+        """Yield the canonical names that the rest of a name may mean; they need not exist.
+
+        Args:
+            role: the component, such as "model" or "optim".
+            rest: what follows the word for the component.
+        """
         yield f"{role}.{rest}"
         if role == "model":
             yield from (f"model.{fqn}" for fqn in _without_wrappers(rest))
@@ -117,7 +127,8 @@ class NameLookup:
 
 
 def _without_wrappers(fqn: str) -> Iterator[str]:
-    """Yield the FQN without what wrappers put into it, and also without DDP's "module."."""
+    """Yield an FQN without the modules that wrappers (FSDP, torch.compile) put into it, and also without a leading
+    "module." of DDP."""
     stripped = strip_wrapper_modules(fqn)
     yield stripped
     if stripped.startswith("module."):

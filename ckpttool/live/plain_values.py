@@ -20,13 +20,17 @@ __all__ = ["is_lossless_cast", "to_plain", "torch_dtype"]
 
 
 def to_plain(x: Any, name: str) -> Any:
-    """Rebuild a value as objects that torch's planner may be given: plain data, and real numpy arrays and torch
+    """Return a value as objects that torch's planner may be given: plain data, and real numpy arrays and torch
     constants.
 
     Only bytes and numbers of the checkpoint take part: an array is made of its dtype, its shape and its bytes.
 
+    Args:
+        x: the inert data that was parsed of a pickle.
+        name: of the entry, for messages.
+
     Raises:
-        Unsupported: an instance of any other class.
+        Unsupported: it holds an instance of any other class.
     """
     if x is None or type(x) in (int, float, str, bool, bytes, complex):
         return x
@@ -57,7 +61,12 @@ def to_plain(x: Any, name: str) -> Any:
 
 
 def _foreign_class(cls: object, name: str) -> Unsupported:
-    """Make the error for an instance of a class that is not rebuilt."""
+    """Return the error for an instance of a class that is not rebuilt; it is not raised.
+
+    Args:
+        cls: the class, as the pickle names it.
+        name: of the entry that holds it.
+    """
     return Unsupported(
         f'"{name}" holds an instance of {cls}. ckpttool builds no object of a class that a checkpoint names, so this '
         "entry cannot be given to a job. Leave its key out of what is loaded."
@@ -65,7 +74,8 @@ def _foreign_class(cls: object, name: str) -> Unsupported:
 
 
 def _rebuild_known_class(x: Opaque, name: str) -> Any:
-    """Rebuild an instance of a class of numpy, torch or collections.
+    """Rebuild an instance of a class of numpy, torch or collections from what its pickle says; `name` is that of the
+    entry, for messages.
 
     Raises:
         Unsupported: it is of another class, or malformed.
@@ -104,10 +114,13 @@ _FACTORIES = {"int": int, "long": int, "float": float, "list": list, "dict": dic
 
 
 def _rebuild_collection(x: Opaque, name: str) -> Any:
-    """Rebuild a Counter, a deque, or a defaultdict of plain values.
+    """Rebuild a Counter, a deque, or a defaultdict of plain values from what its pickle says; `name` is that of the
+    entry, for messages.
 
     Raises:
         ValueError: it is none of these.
+        Unsupported: an item is of a class that is not rebuilt.
+        TypeError, LookupError, AttributeError: it is malformed.
     """
     items = {to_plain(k, name): to_plain(v, name) for k, v in x.dict_items}
     if x.cls.name == "Counter":
@@ -122,7 +135,7 @@ def _rebuild_collection(x: Opaque, name: str) -> Any:
 
 
 def _rebuild_dtype(x: object) -> Any:
-    """Rebuild a dtype of plain numbers from what numpy pickles.
+    """Return the dtype of numbers that numpy has pickled.
 
     Raises:
         ValueError: it is something else.
@@ -138,10 +151,16 @@ def _rebuild_dtype(x: object) -> Any:
 
 
 def _rebuild_array(data: Any, dtype: Any, shape: Any, order: Any) -> Any:
-    """Make a numpy array of its bytes.
+    """Return a new numpy array of its bytes.
+
+    Args:
+        data: the bytes.
+        dtype: numpy's.
+        shape: a tuple of natural numbers.
+        order: "C" or "F", how the elements lie in the bytes.
 
     Raises:
-        ValueError: the bytes are not as many.
+        ValueError: the bytes are not as many, or an argument is malformed.
     """
     import numpy as np
 
@@ -152,10 +171,10 @@ def _rebuild_array(data: Any, dtype: Any, shape: Any, order: Any) -> Any:
 
 
 def _checked_bytes(data: object, n: int) -> bytes:
-    """Return the bytes, if they are n.
+    """Return data as bytes, if it is `n` bytes.
 
     Raises:
-        ValueError: they are not.
+        ValueError: it is not.
     """
     if not isinstance(data, (bytes, bytearray)) or len(data) != n:
         raise ValueError
@@ -163,22 +182,33 @@ def _checked_bytes(data: object, n: int) -> bytes:
 
 
 def _checked_natural(n: object) -> int:
+    """Return `n` itself, if it is an int of at least 0.
+
+    Raises:
+        ValueError: it is not.
+    """
     if type(n) is not int or n < 0:
         raise ValueError
     return n
 
 
 def _checked_word(x: object) -> Any:
+    """Return `x` itself, if it is a text or an int.
+
+    Raises:
+        ValueError: it is not.
+    """
     if type(x) not in (str, int):
         raise ValueError
     return x
 
 
 def torch_dtype(name: str) -> Any:
-    """Return torch's dtype of that name.
+    """Return the torch.dtype of a name such as "bfloat16".
 
     Raises:
-        Unsupported: torch has none.
+        Unsupported: it is a dtype of checkpoints that torch has none for.
+        AttributeError: it is no dtype.
     """
     import torch
 
@@ -191,7 +221,7 @@ def torch_dtype(name: str) -> Any:
 
 
 def is_lossless_cast(source: str, target: str) -> bool:
-    """Whether every number of one dtype is a number of the other; the names are torch's."""
+    """Tell whether every number of the dtype `source` is also one of `target`; both are names such as "bfloat16"."""
     import torch
 
     if source in (target, "bool"):

@@ -73,20 +73,28 @@ class LiveReader:
     # -------------------------------------------------------------------------------------------------- what is there
 
     def entry(self, asked: str) -> tuple[str, TensorEntry | Value]:
-        """Return the canonical name and the entry of a name that was found before."""
+        """Return (canonical name, entry of the index) for a name that a job asks for.
+
+        Raises:
+            Unsupported: the checkpoint has no such entry, or several.
+        """
         name = self.names.find(asked)
         if name is None:
             raise Unsupported(f'"{asked}" is not in {self.path}.')
         return name, self.ckpt.tensors.get(name) or self.ckpt.values.get(name) or self.pieces[name]
 
     def value(self, name: str) -> Any:
-        """Return a value as plain data."""
+        """Return the value of a canonical name as plain data.
+
+        Raises:
+            Unsupported: it holds an instance of a class that is not rebuilt.
+        """
         return to_plain((self.ckpt.values.get(name) or self.pieces[name]).data, name)
 
     @staticmethod
     def is_scalar_state(entry: TensorEntry | Value) -> bool:
-        """Whether an entry is a number in an optimizer's state; some optimizers keep it as a number, others as a 0-dim
-        tensor."""
+        """Tell whether an entry is a single number in an optimizer's state (as a step counter); some optimizers keep it
+        as a number, others as a 0-dim tensor."""
         if not entry.is_optimizer_state:
             return False
         if isinstance(entry, TensorEntry):
@@ -96,7 +104,11 @@ class LiveReader:
     # ---------------------------------------------------------------------------------------------------- where it is
 
     def locate(self) -> None:
-        """Look into all items, and refuse files of ranks that do not belong together (`OpenCheckpoint.locate`)."""
+        """Find the raw byte ranges of all tensors, for which every item's framing is parsed, and check the whole index.
+
+        Raises:
+            Corrupt: an item is damaged, or files of ranks do not belong together.
+        """
         found = self._opened.locate()
         if (
             found.tensors.keys() == self.ckpt.tensors.keys()
@@ -104,17 +116,27 @@ class LiveReader:
             self.ckpt = found
 
     def chunk_rows(self, name: str, start: tuple[int, ...], shape: tuple[int, ...]) -> list[int]:
-        """List the chunks of a tensor that have elements of a box."""
+        """Return the positions, in `entry.chunks`, of the chunks that have elements of a box of a tensor.
+
+        Args:
+            name: canonical name of the tensor.
+            start: first element of the box in each dimension.
+            shape: elements of the box in each dimension.
+        """
         known = self._rows.get((name, start, shape))
         if known is None:
             known = self._rows[name, start, shape] = _rows_meeting(self.ckpt.tensors[name], start, shape)
         return known
 
     def prepare(self, wanted: Iterable[tuple[str, tuple[int, ...], tuple[int, ...]]]) -> None:
-        """Locate the raw bytes of all chunks that boxes (canonical name, start, shape) need, and open their files.
+        """Find the raw byte ranges of all chunks that boxes need, and open their files.
+
+        Args:
+            wanted: (canonical name, first element, shape) of each box.
 
         Raises:
             SourceChanged: a file is not the one that was there when the index was read.
+            Corrupt: a file is missing, or an item in it is damaged.
         """
         places: dict[str, set[int]] = {}
         files: set[int] = set()
@@ -129,7 +151,14 @@ class LiveReader:
         self._locate_chunks(places)
 
     def _locate_chunks(self, places: Mapping[str, set[int]]) -> None:
-        """Let the layout parse the framing of some chunks, {name: rows}."""
+        """Let the layout parse the framing of some chunks, and keep where their raw bytes are.
+
+        Args:
+            places: {canonical name: positions of the chunks in `entry.chunks`}.
+
+        Raises:
+            Corrupt: an item is damaged, or ends outside its file.
+        """
         if not places:
             return
         some: dict[str, TensorEntry] = {}
@@ -145,7 +174,11 @@ class LiveReader:
                 self._located[name, k] = chunk
 
     def _check_chunk(self, name: str, dtype: str, chunk: Chunk) -> None:
-        """Check that a chunk is inside its file (`check_chunk`)."""
+        """Check that a chunk of the tensor `name`, of this dtype, lies inside its file.
+
+        Raises:
+            Corrupt: it does not.
+        """
         file = self.ckpt.files[chunk.extent.file]
         check_chunk(name, dtype, chunk, file, self.source.size(file))
 
@@ -155,12 +188,14 @@ class LiveReader:
         """Read every box into its target, and compare the digests of whole tensors with those that were recorded.
 
         Args:
+            wanted: the boxes; a target of another dtype gets its values cast, with a warning if that may lose
+                something.
             compare: canonical names of the tensors to compare; None for all. A tensor whose target holds all of its
                 bytes is hashed in memory; `check_recorded` reads the others again.
 
         Raises:
-            Corrupt, SourceChanged: bytes are missing, damaged, or changed meanwhile. Unsupported: codes, or their
-                scales, would be cast to the dtype of a target.
+            Corrupt, SourceChanged: bytes are missing, damaged, or changed meanwhile.
+            Unsupported: codes of quantised weights, or their scales, would be cast to the dtype of a target.
         """
         self._refuse_codes(wanted)
         self.prepare((w.name, w.start, w.shape) for w in wanted)
@@ -213,10 +248,10 @@ class LiveReader:
             )
 
     def _refuse_codes(self, wanted: Sequence[ReadRequest]) -> None:
-        """Refuse to cast encoded weights.
+        """Refuse to cast quantised weights to the dtype of a target: their codes are not the numbers of the weights.
 
         Raises:
-            Unsupported: with the first tensor.
+            Unsupported: a box would be cast; with the first such tensor.
         """
         cast = [w for w in wanted if str(w.target.dtype) != f"torch.{self.ckpt.tensors[w.name].dtype}"]
         codes = encodings.find_in_checkpoint(self.ckpt, self.ckpt.config) if cast else encodings.Encodings()
@@ -229,7 +264,15 @@ class LiveReader:
                 )
 
     def _compare_whole_targets(self, wanted: Sequence[ReadRequest], names: Container[str]) -> None:
-        """Hash the targets that hold all bytes of a tensor, and compare the digests of those among `names`."""
+        """Hash the targets that hold all bytes of a tensor, and compare their digests with those that were recorded.
+
+        Args:
+            wanted: boxes that were read.
+            names: canonical names of the tensors to compare; others are passed over.
+
+        Raises:
+            Corrupt: a digest differs.
+        """
         from blake3 import blake3
 
         found: dict[str, str] = {}
@@ -246,10 +289,15 @@ class LiveReader:
         self._check_digests(found)
 
     def check_recorded(self, names: Iterable[str]) -> None:
-        """Compare the digests of tensors with those that were recorded; what `fill` has not compared is read, whole.
+        """Compare the digests of tensors with those that were recorded; what `fill` has not compared is read once more,
+        whole.
+
+        Args:
+            names: canonical names; tensors without a recorded digest are passed over.
 
         Raises:
-            Corrupt: a tensor has another digest.
+            Corrupt: a tensor has another digest, or is damaged.
+            SourceChanged: a file was written to meanwhile.
         """
         recorded = self.ckpt.recorded
         some = {n: self.ckpt.tensors[n] for n in names if n in recorded and n not in self._compared}
@@ -268,7 +316,7 @@ class LiveReader:
         self._check_digests(found)
 
     def _check_digests(self, found: Mapping[str, str]) -> None:
-        """Compare {tensor: digest} with what was recorded.
+        """Compare the digests {canonical name: BLAKE3 in hex} with those that were recorded.
 
         Raises:
             Corrupt: a digest differs.
@@ -280,7 +328,16 @@ class LiveReader:
         self._compared.update(found)
 
     def _read_compressed(self, w: ReadRequest, chunk: Chunk) -> None:
-        """Read a part of a compressed chunk: its slabs are decompressed in order, up to the last one that is needed."""
+        """Read a box that lies in one compressed chunk: the chunk is decompressed slab by slab (along its first
+        dimensions), up to the last slab that is needed.
+
+        Args:
+            w: the box and where it goes.
+            chunk: has all of the box.
+
+        Raises:
+            Corrupt: the compressed data is damaged.
+        """
         assert chunk.zstd is not None
         entry = self.ckpt.tensors[w.name]
         file = self.ckpt.files[chunk.extent.file]
@@ -310,7 +367,8 @@ class LiveReader:
 
 
 def _rows_meeting(entry: TensorEntry, start: Sequence[int], shape: Sequence[int]) -> list[int]:
-    """List the chunks of a tensor that have elements of a box."""
+    """Return the positions, in `entry.chunks`, of the chunks that have elements of a box, given by its first element
+    and its shape."""
     import numpy as np
 
     c = entry.chunks

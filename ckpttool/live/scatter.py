@@ -69,12 +69,13 @@ class ReadPiece:
 
 
 def memory_of(t: Tensor, a: int, n: int) -> memoryview:
-    """View bytes [a, a + n) of the memory of a contiguous CPU tensor, which the caller keeps."""
+    """Return a view of the bytes [a, a + n) of a contiguous CPU tensor's memory. The caller must keep the tensor
+    alive."""
     return memoryview((ctypes.c_char * n).from_address(t.data_ptr() + a)).cast("B")
 
 
 def is_plain_memory(t: Tensor) -> bool:
-    """Whether a tensor's elements are one run of bytes in the memory of this machine."""
+    """Tell whether a tensor is an ordinary one whose elements are one run of bytes in CPU memory."""
     return type(t) in (torch.Tensor, torch.nn.Parameter) and t.device.type == "cpu" and t.is_contiguous()
 
 
@@ -89,7 +90,14 @@ class SlicePlanner:
     def pieces(
         self, offset: int, shape: tuple[int, ...], steps: tuple[int, ...], target: Tensor
     ) -> Iterator[ReadPiece]:
-        """Yield pieces of a box whose first element is at `offset` and whose elements are `steps` apart in the file."""
+        """Yield the pieces to read for a box of a tensor in the file.
+
+        Args:
+            offset: byte of the file at which the box's first element is.
+            shape: elements of the box in each dimension.
+            steps: elements between neighbours in the file, in each dimension.
+            target: a tensor of that shape, where the box goes.
+        """
         order = sorted(range(len(shape)), key=lambda d: -steps[d])
         if order != list(range(len(shape))):
             shape, steps = tuple(shape[d] for d in order), tuple(steps[d] for d in order)
@@ -97,7 +105,14 @@ class SlicePlanner:
         yield from self._cut(offset, shape, steps, target)
 
     def _cut(self, offset: int, shape: tuple[int, ...], steps: tuple[int, ...], target: Tensor) -> Iterator[ReadPiece]:
-        """Yield pieces of a box whose dimensions are ordered by their steps, widest first."""
+        """Yield the pieces to read for a box whose dimensions are sorted by their steps, the widest first.
+
+        Args:
+            offset: byte of the file at which the box's first element is.
+            shape: elements of the box in each dimension.
+            steps: elements between neighbours in the file, in each dimension.
+            target: a tensor of that shape, where the box goes.
+        """
         if boxes.is_row_major(shape, steps):
             yield from self._flat(offset, shape, target)
             return
@@ -141,11 +156,13 @@ class SlicePlanner:
                 yield self._span(at, (k - 1) * step + width, (k, *inner), steps, target[a : a + k])
 
     def _span(self, offset: int, n: int, shape: tuple[int, ...], steps: tuple[int, ...], target: Tensor) -> ReadPiece:
-        """Make a piece of n elements of the file, of which the target takes those that are `steps` apart."""
+        """Return the piece of `n` elements of the file from byte `offset` on, of which the target, of this shape, takes
+        those that are `steps` elements apart."""
         return ReadPiece(self.file, offset, n * self.item, None, target, self.dtype, steps)
 
     def _flat(self, offset: int, shape: tuple[int, ...], target: Tensor) -> Iterator[ReadPiece]:
-        """Yield pieces of a box that is one run of bytes in the file."""
+        """Yield the pieces to read for a box, of this shape, that is one run of bytes in the file from byte `offset`
+        on: straight into the target's memory where that is possible."""
         n = prod(shape) * self.item
         if not self.casts and is_plain_memory(target):
             for a in range(0, n, self.stage):
@@ -166,7 +183,7 @@ class SlicePlanner:
 
 
 def part_of(t: Tensor, start: Sequence[int], size: Sequence[int]) -> Tensor:
-    """View a box of a tensor."""
+    """Return a view of a box of a tensor, given by its first element and its size in each dimension."""
     for d, (a, k) in enumerate(zip(start, size, strict=True)):
         if k != t.shape[d]:
             t = t.narrow(d, a, k)
@@ -174,7 +191,8 @@ def part_of(t: Tensor, start: Sequence[int], size: Sequence[int]) -> Tensor:
 
 
 def _group_pieces(pieces: Iterable[ReadPiece], tuning: Tuning) -> Iterator[list[ReadPiece]]:
-    """Group pieces that are read with one call: neighbours in a file, in order, as many as one staging buffer takes."""
+    """Yield groups of pieces that are read with one call: neighbours in a file, in order, as many as one staging buffer
+    takes."""
     group: list[ReadPiece] = []
     end = total = 0
     for p in sorted(pieces, key=lambda p: (p.file, p.offset)):
@@ -209,10 +227,15 @@ class TensorLoader:
         self._events: list[Any] = []
 
     def run(self, pieces: list[ReadPiece], progress: Progress | None) -> None:
-        """Read all pieces; everything has arrived when it returns.
+        """Read all pieces into their places; everything has arrived when it returns, on GPUs too.
+
+        Args:
+            pieces: in any order.
+            progress: called with ("load", bytes, bytes in all) after each group of pieces; None for nobody.
 
         Raises:
-            Corrupt: bytes cannot be read. SourceChanged: a file became shorter.
+            Corrupt: bytes cannot be read.
+            SourceChanged: a file became shorter.
         """
         for device in {p.target.device for p in pieces if p.target.device.type == "cuda"}:
             self._streams[device] = torch.cuda.current_stream(device)  # the copies come after what the job has queued
@@ -235,7 +258,8 @@ class TensorLoader:
                 event.synchronize()
 
     def _read_group(self, group: list[ReadPiece]) -> None:
-        """Read one group into its places, by way of a staging buffer where they are not plain memory."""
+        """Read a group of neighbouring pieces with one call, each into its memory, or through a staging buffer to its
+        target."""
         device = next((p.target.device for p in group if p.target.device.type == "cuda"), None)
         staged = [p for p in group if p.memory is None]
         buffer, slot = self._staging_buffer(device, sum(p.length + 16 for p in staged)) if staged else (None, None)
@@ -266,14 +290,21 @@ class TensorLoader:
                     self._copy_to_target(p, buffer, a)
 
     def _copy_to_target(self, p: ReadPiece, buffer: Any, a: int) -> None:
-        """Copy from the buffer to the target. On a GPU the bytes go there as they are and are put in order there."""
+        """Copy the bytes of a piece, which begin at byte `a` of the staging buffer, to its target. For a GPU they are
+        moved there as they are, and cast and put in order there."""
         raw = buffer[a : a + p.length]
         if p.target.device.type == "cuda":
             raw = raw.to(p.target.device, non_blocking=True)
         p.target.copy_(raw.view(torch_dtype(p.dtype)).as_strided(p.target.shape, p.strides))
 
     def _staging_buffer(self, device: object, n: int) -> tuple[Any, Any]:
-        """Return a staging buffer of this thread and, for a GPU, the event after which it may be used again."""
+        """Return (a staging buffer of this thread, an event of CUDA after which it may be used again); the event is
+        None without a GPU.
+
+        Args:
+            device: the GPU that the bytes go to, or None.
+            n: bytes that the buffer has to hold.
+        """
         if device is None:
             known = getattr(self._local, "buffer", None)
             if known is None or known.numel() < n:
@@ -293,7 +324,12 @@ class TensorLoader:
         return ring[-1][0], ring[-1][1]
 
     def _read_ranges(self, group: list[ReadPiece], places: list[memoryview]) -> None:
-        """Read neighbouring ranges with one call, together with the unwanted bytes between them."""
+        """Read neighbouring pieces with one call, together with the unwanted bytes between them.
+
+        Args:
+            group: pieces of one file, in order.
+            places: the memory for each.
+        """
         views: list[memoryview] = []
         end = group[0].offset
         for p, place in zip(group, places, strict=True):
@@ -304,20 +340,26 @@ class TensorLoader:
         self._read(group[0].file, group[0].offset, views)
 
     def _read_runs(self, p: ReadPiece, place: memoryview) -> None:
-        """Read the runs of a piece one after the other, packed into its place."""
+        """Read the runs of a piece (bytes at equal distances in the file) one after the other, packed into `place`."""
         for i in range(p.length // p.run):
             self._read(p.file, p.offset + i * p.every, [place[i * p.run : (i + 1) * p.run]])
 
     def _count(self, n: int) -> None:
-        """Add to the bytes read."""
+        """Add `n` to the bytes read so far; safe in many threads."""
         with self._lock:
             self.bytes_read += n
 
     def _read(self, file: int, offset: int, views: list[memoryview]) -> None:
-        """Read consecutive bytes of a file into some memory.
+        """Read consecutive bytes of a file, from byte `offset` on, into several pieces of memory, one after the other.
+
+        Args:
+            file: position in `files`.
+            offset: first byte.
+            views: the memory; the list is used up.
 
         Raises:
-            Corrupt: they cannot be read. SourceChanged: the file became shorter.
+            Corrupt: they cannot be read.
+            SourceChanged: the file became shorter.
         """
         name, left = self.files[file], sum(map(len, views))
         if not self.source.local:

@@ -44,9 +44,17 @@ _COLUMNS = ("start", "shape", "file", "offset", "length")
 def open_alone(
     path: str | os.PathLike[str], options: opening.OpenOptions, ignore_recorded_digests: bool = False
 ) -> opening.OpenCheckpoint:
-    """Open a checkpoint whose names and recorded digests are known, and which is located if this process is alone.
+    """Open a checkpoint in this process, with its names and its recorded digests. If this process is alone (no other
+    ranks), the raw byte ranges of all tensors are found, too; otherwise `dcp.load` lets one rank do that
+    (torch_reader.py).
 
-    Among several ranks framed items are not parsed here: `dcp.load` lets the coordinator locate it (torch_reader.py).
+    Args:
+        path: of the checkpoint.
+        options: how it is read.
+        ignore_recorded_digests: tensors will not be compared with their recorded digests.
+
+    Raises:
+        CkpttoolError: it cannot be opened, or must not be loaded.
     """
     opened = _raise_problem(*_open_and_check(path, options, ignore_recorded_digests))
     return _close_on_failure(opened, opened.locate) if rank_and_world()[1] == 1 else opened
@@ -55,7 +63,17 @@ def open_alone(
 def _open_and_check(
     path: str | os.PathLike[str], options: opening.OpenOptions, ignore_recorded_digests: bool
 ) -> tuple[opening.OpenCheckpoint, CkpttoolError | None]:
-    """Open a checkpoint and read its recorded digests: (the checkpoint, why it must not be loaded)."""
+    """Open a checkpoint and read its recorded digests, and return (the open checkpoint, the error why it must not be
+    loaded or None).
+
+    Args:
+        path: of the checkpoint.
+        options: how it is read.
+        ignore_recorded_digests: tensors will not be compared with their recorded digests.
+
+    Raises:
+        CkpttoolError: it cannot be opened.
+    """
     opened = opening.open_checkpoint(path, options)
     try:
         if not is_framed(opened.checkpoint):
@@ -74,7 +92,15 @@ def _open_and_check(
 
 
 def _raise_problem(opened: opening.OpenCheckpoint, problem: CkpttoolError | None) -> opening.OpenCheckpoint:
-    """Return the checkpoint, or close it and raise why it must not be loaded."""
+    """Return the open checkpoint if there is no problem.
+
+    Args:
+        opened: closed if there is one.
+        problem: the error why it must not be loaded; None if it may be.
+
+    Raises:
+        CkpttoolError: the problem.
+    """
     if problem is not None:
         opened.source.close()
         raise problem
@@ -82,7 +108,8 @@ def _raise_problem(opened: opening.OpenCheckpoint, problem: CkpttoolError | None
 
 
 def _close_on_failure(opened: opening.OpenCheckpoint, act: Callable[[], object]) -> opening.OpenCheckpoint:
-    """Return the checkpoint after an act; if that fails, its files are closed."""
+    """Call a function and return the open checkpoint; if the function fails, close the checkpoint's files and let its
+    error pass."""
     try:
         act()
     except BaseException:
@@ -92,12 +119,22 @@ def _close_on_failure(opened: opening.OpenCheckpoint, act: Callable[[], object])
 
 
 def is_framed(ckpt: Checkpoint) -> bool:
-    """Whether some tensors are inside items that were not parsed."""
+    """Tell whether some tensors lie inside items (such as files of torch.save) that were not parsed, so that their raw
+    byte ranges are not known."""
     return any(t.coding != "raw" for t in ckpt.tensors.values())
 
 
 def locate_tensors(opened: opening.OpenCheckpoint, some: dict[str, TensorEntry]) -> Checkpoint:
-    """Return the checkpoint with these tensors alone, and their raw byte ranges; not checked."""
+    """Return an index of some tensors alone, with their raw byte ranges, for which their items are parsed; the ranges
+    are not checked.
+
+    Args:
+        opened: the open checkpoint.
+        some: {canonical name: entry}, with those of its chunks that are wanted.
+
+    Raises:
+        Corrupt: an item is damaged.
+    """
     assert opened.layout.locate is not None  # only such a layout frames its items
     return opened.layout.locate(replace(opened.checkpoint, tensors=some, records=[]), opened.source)
 
@@ -120,11 +157,17 @@ class _Shared:
 def open_together(
     path: str | os.PathLike[str], options: opening.OpenOptions, ignore_recorded_digests: bool = False
 ) -> opening.OpenCheckpoint:
-    """Open a checkpoint once for all ranks that see one place under the path, ready to be read from. A collective.
+    """Open a checkpoint once for all ranks that see one place under the path, ready to be read from. A collective,
+    which every rank has to call.
+
+    Args:
+        path: of the checkpoint.
+        options: how it is read.
+        ignore_recorded_digests: tensors will not be compared with their recorded digests.
 
     Raises:
         CkpttoolError: on all ranks, where one of them cannot open it, or where files of ranks do not belong together.
-            Corrupt: two ranks see two checkpoints.
+        Corrupt: two ranks see two checkpoints.
     """
     opened = _raise_problem(*look_together(path, options, ignore_recorded_digests))
     return _close_on_failure(opened, lambda: locate_together(opened))
@@ -133,11 +176,17 @@ def open_together(
 def look_together(
     path: str | os.PathLike[str], options: opening.OpenOptions, ignore_recorded_digests: bool = False
 ) -> tuple[opening.OpenCheckpoint, CkpttoolError | None]:
-    """Open a checkpoint on all ranks without locating it: (the checkpoint, why it must not be loaded although it can be
-    opened). A collective.
+    """Open a checkpoint on all ranks without parsing its items, and return (the open checkpoint, the error why it must
+    not be loaded or None). A collective, which every rank has to call.
+
+    Args:
+        path: of the checkpoint.
+        options: how it is read.
+        ignore_recorded_digests: tensors will not be compared with their recorded digests.
 
     Raises:
-        CkpttoolError: on all ranks, where one of them cannot open it. Corrupt: two ranks see two checkpoints.
+        CkpttoolError: on all ranks, where one of them cannot open it.
+        Corrupt: two ranks see two checkpoints.
     """
     rank, world = rank_and_world()
     if world == 1:
@@ -149,14 +198,14 @@ def look_together(
     packed = b""
 
     def read() -> None:
-        """Open the checkpoint, if this is the first of the ranks that see this place."""
+        """Open the checkpoint and pack it for the others, if this is the first of the ranks that see this place."""
         nonlocal out, problem, packed
         if rank == first:
             out, problem = _open_and_check(path, options, ignore_recorded_digests)
             packed = _pack(out, problem)
 
     def follow() -> None:
-        """Open what the first rank sent, on the others."""
+        """Open what the first rank has sent, on the others."""
         nonlocal out, problem
         if out is None:
             out, problem = _unpack(path, packed)
@@ -178,7 +227,8 @@ def look_together(
 
 
 def _identify_place(path: str | os.PathLike[str]) -> tuple[Any, ...]:
-    """Return what is equal for ranks to which the path is the same folder or file."""
+    """Return a tuple that is equal on two ranks if the path is the same folder or file for both: the URL, or the real
+    path and the time of its last change; (path, errno) if it cannot be looked at."""
     text = os.fspath(path)
     if urls.is_url(text):
         return (text,)
@@ -190,7 +240,12 @@ def _identify_place(path: str | os.PathLike[str]) -> tuple[Any, ...]:
 
 
 def _pack(opened: opening.OpenCheckpoint, problem: CkpttoolError | None) -> bytes:
-    """Pickle what the reading rank gives to the others, compressed."""
+    """Return the open checkpoint as compressed bytes, for `_unpack` on another rank.
+
+    Args:
+        opened: what this rank has read.
+        problem: the error why it must not be loaded; None if it may be.
+    """
     ckpt = opened.checkpoint
     fields = {
         "folder": opened.folder,
@@ -208,7 +263,17 @@ def _pack(opened: opening.OpenCheckpoint, problem: CkpttoolError | None) -> byte
 
 
 def _unpack(path: str | os.PathLike[str], packed: bytes) -> tuple[opening.OpenCheckpoint, CkpttoolError | None]:
-    """Open the checkpoint that another rank has packed: (the checkpoint, why it must not be loaded)."""
+    """Open the checkpoint that another rank has packed, and return (the open checkpoint, the error why it must not be
+    loaded or None).
+
+    Args:
+        path: of the checkpoint, on this machine.
+        packed: what `_pack` returned.
+
+    Raises:
+        SourceChanged: a file here is not the one that the other rank had.
+        CkpttoolError: it cannot be opened here.
+    """
     shared: _Shared = pickle.loads(zlib.decompress(packed))
     layout = layouts.find(shared.layout)
     source: Source = layouts.place(path).source
@@ -224,7 +289,8 @@ def _unpack(path: str | os.PathLike[str], packed: bytes) -> tuple[opening.OpenCh
 
 
 def _pack_entries(tensors: Mapping[str, TensorEntry]) -> bytes:
-    """Pickle entries as few objects: all chunks in five columns."""
+    """Return the entries {canonical name: entry} as bytes, pickled as few objects: the numbers of all chunks are in
+    five columns."""
     rows: list[tuple[Any, ...]] = []
     columns = {k: array("q") for k in _COLUMNS}
     for name, t in tensors.items():
@@ -236,7 +302,7 @@ def _pack_entries(tensors: Mapping[str, TensorEntry]) -> bytes:
 
 
 def _unpack_entries(packed: bytes) -> Iterable[tuple[str, TensorEntry]]:
-    """Yield the (name, entry) that `_pack_entries` packed."""
+    """Yield (canonical name, entry) of what `_pack_entries` returned."""
     rows, columns = pickle.loads(packed)
     row = cell = 0
     for name, dtype, shape, path, coding, wrapper, n, strides, zstd in rows:
@@ -250,7 +316,8 @@ def _unpack_entries(packed: bytes) -> Iterable[tuple[str, TensorEntry]]:
 
 
 def _state_digests(ckpt: Checkpoint) -> tuple[str, ...]:
-    """Hash what two copies of one checkpoint have in common: (tensors, values)."""
+    """Return (digest of the tensors' names, dtypes and shapes; digest of the names and simple values), which are equal
+    for two copies of one checkpoint."""
     from blake3 import blake3
 
     tensors = [(n, t.dtype, t.shape) for n, t in ckpt.tensors.items()]
@@ -259,10 +326,14 @@ def _state_digests(ckpt: Checkpoint) -> tuple[str, ...]:
 
 
 def _refuse_other_state(path: str | os.PathLike[str], found: list[tuple[str, ...]]) -> None:
-    """Refuse ranks that see different checkpoints.
+    """Check that all ranks see one checkpoint.
+
+    Args:
+        path: of the checkpoint, for the message.
+        found: what `_state_digests` returned on each rank, in the order of ranks.
 
     Raises:
-        Corrupt: two do.
+        Corrupt: two ranks see different ones.
     """
     for rank, states in enumerate(found):
         for what, mine, its in zip(("tensors", "values"), found[0], states, strict=True):
@@ -290,7 +361,7 @@ class _LocatedPart:
 
     @classmethod
     def of(cls, found: Checkpoint) -> _LocatedPart:
-        """Collect what a located part of the checkpoint says."""
+        """Return what a part of the index says of its chunks and records, once their raw byte ranges were found."""
         out = cls()
         for name, t in found.tensors.items():
             first = len(out.offset)
@@ -306,10 +377,13 @@ class _LocatedPart:
 
 
 def locate_together(opened: opening.OpenCheckpoint) -> None:
-    """Locate a checkpoint on every rank (`OpenCheckpoint.locate`), where every file is looked into by one of them. A
-    collective.
+    """Find the raw byte ranges of all tensors, on every rank, where each file is looked into by one rank. A collective,
+    which every rank has to call.
 
     The chunks are checked on rank 0, against each other and for files of ranks that do not belong together.
+
+    Raises:
+        CkpttoolError: on all ranks, where one of them finds an item damaged, or the checks fail.
     """
     rank, world = rank_and_world()
     ckpt = opened.checkpoint
@@ -320,6 +394,7 @@ def locate_together(opened: opening.OpenCheckpoint) -> None:
     found: Checkpoint | None = None
 
     def look() -> None:
+        """Parse the items in the files that fall to this rank."""
         nonlocal found
         found = locate_tensors(opened, mine)
 
@@ -333,6 +408,7 @@ def locate_together(opened: opening.OpenCheckpoint) -> None:
     opened.checkpoint = _join_parts(ckpt, [pickle.loads(zlib.decompress(p)) for p in gather_objects(packed)])
 
     def judge() -> None:
+        """Check the whole index, on rank 0."""
         if rank == 0:
             opened.locate()
 
@@ -341,7 +417,8 @@ def locate_together(opened: opening.OpenCheckpoint) -> None:
 
 
 def _chunks_for_rank(tensors: Mapping[str, TensorEntry], rank: int, world: int) -> dict[str, TensorEntry]:
-    """Return the entries with those of their chunks that are in files which fall to a rank."""
+    """Return {canonical name: entry} with those chunks alone that lie in the files which this rank looks into: file
+    number n falls to rank n % world."""
     out: dict[str, TensorEntry] = {}
     for name, t in tensors.items():
         rows = [k for k, file in enumerate(t.chunks.file) if file % world == rank]
@@ -353,7 +430,12 @@ def _chunks_for_rank(tensors: Mapping[str, TensorEntry], rank: int, world: int) 
 
 
 def _join_parts(ckpt: Checkpoint, parts: list[_LocatedPart]) -> Checkpoint:
-    """Join the index with what the ranks found out about their parts."""
+    """Return the whole index with the raw byte ranges that the ranks found.
+
+    Args:
+        ckpt: the index without them.
+        parts: what each rank found in its files, in the order of ranks.
+    """
     import numpy as np
 
     owner = np.concatenate([np.frombuffer(t.chunks.file, "i8") for t in ckpt.tensors.values()]) % len(parts)

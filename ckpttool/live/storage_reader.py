@@ -81,6 +81,7 @@ def storage_reader(
     from .torch_reader import AnyLayoutReader
 
     def open_path(at: Any) -> opening.OpenCheckpoint:
+        """Open a checkpoint as the first one: on this rank or, with `shared`, together with the others."""
         return (open_together if shared else open_alone)(at, options, ignore_recorded_digests)
 
     return AnyLayoutReader(path, open_path(path), progress, open_path)

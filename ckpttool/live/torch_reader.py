@@ -62,7 +62,11 @@ class EntriesByAnyName(dict[str, Any]):
         return self[found]
 
     def get(self, asked: str, default: object = None) -> Any:
-        """Return the entry of a name, as dict.get does."""
+        """Return the entry of a name, however the job spells it, or `default` if there is none.
+
+        Raises:
+            Unsupported: the name fits several entries.
+        """
         try:
             return self[asked]
         except KeyError:
@@ -85,17 +89,17 @@ class AnyLayoutReader(StorageReader):
 
     @property
     def checkpoint_id(self) -> str:
-        """Return the path of the checkpoint."""
+        """Return the path or URL of the checkpoint."""
         return self._open.path
 
     @property
     def bytes_read(self) -> int:
-        """Bytes of tensors that this rank has read so far."""
+        """Return how many bytes of tensors this rank has read so far."""
         return self._open.bytes_read
 
     @property
     def bytes_checked(self) -> int:
-        """Bytes that this rank has read once more to compare digests."""
+        """Return how many bytes this rank has read once more to compare digests."""
         return self._open.bytes_checked
 
     @property
@@ -104,14 +108,16 @@ class AnyLayoutReader(StorageReader):
         return self._open
 
     def reset(self, checkpoint_id: Any = None, *args: Any, **kwargs: Any) -> None:
-        """Open another checkpoint, if torch asks for one."""
+        """Open another checkpoint if torch gives another path; called by torch at the beginning of a load. None, or the
+        path that is open, changes nothing."""
         if self._open_other is not None and checkpoint_id is not None and os.fspath(checkpoint_id) != self._open.path:
             self._open.source.close()
             self._open = LiveReader(checkpoint_id, self._open_other(checkpoint_id), self._progress)
 
     # No parameter is called kwargs: torch would take an error here for a missing .metadata and ask again.
     def read_metadata(self, *_: Any, **__: Any) -> Any:
-        """Describe every tensor as one chunk, and every value as bytes."""
+        """Return torch's Metadata, in which every tensor is one chunk and every value is bytes. Names are found however
+        the job spells them."""
         ckpt = self._open.ckpt
         entries = EntriesByAnyName(self._open.names)
         paths: dict[str, Any] = {}
@@ -137,24 +143,42 @@ class AnyLayoutReader(StorageReader):
         return Metadata(state_dict_metadata=entries, planner_data=paths)
 
     def set_up_storage_reader(self, metadata: object, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
-        """Let one rank refuse what verify refuses, if it has not been done: where it fails here, dcp.load fails on
-        all."""
+        """Check the whole checkpoint on the coordinator, where it has not been checked yet: its items, and whether
+        files of ranks belong together. If it fails there, dcp.load fails on all ranks.
+
+        Args:
+            metadata: torch's, which is not looked at.
+            is_coordinator: this rank is the one that plans for all.
+
+        Raises:
+            Corrupt: an item is damaged, or files of ranks do not belong together.
+        """
         if is_coordinator:
             self._open.locate()
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
-        """Check the plan of this rank."""
+        """Check all that this rank's plan asks for, and return the plan itself.
+
+        Raises:
+            Unsupported: a name or a value cannot be given to the job.
+            SourceChanged, Corrupt: a file is another one, or damaged.
+        """
         self._check_items(plan.items)
         return plan
 
     def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
-        """Put the tensors that each rank shall compare into its plan; called on the coordinator."""
+        """Return the plans of all ranks, each with the names of the tensors whose digests the rank compares; called on
+        the coordinator."""
         shares = self._share_digests([plan.items for plan in plans])
         return [replace(plan, storage_data=_Share(names)) for plan, names in zip(plans, shares, strict=True)]
 
     def _share_digests(self, items: Sequence[Sequence[ReadItem]]) -> list[list[str]]:
-        """Share out the tensors with a recorded digest among the ranks: to one that reads it whole, or else in equal
-        shares of the bytes."""
+        """Share out the tensors that have a recorded digest among the ranks, and return their names for each rank: a
+        tensor goes to a rank that reads it whole, or else bytes are shared equally.
+
+        Args:
+            items: what each rank reads, in the order of ranks.
+        """
         shares: list[list[str]] = [[] for _ in items]
         if not self._open.ckpt.recorded:
             return shares
@@ -178,10 +202,11 @@ class AnyLayoutReader(StorageReader):
         return shares
 
     def _check_items(self, items: Sequence[ReadItem]) -> None:
-        """Check all that can be found out before a byte is written.
+        """Check all that can be found out about the items of a plan before a byte is written.
 
         Raises:
-            Unsupported: a name or a value cannot be given to the job. SourceChanged: a file is another one.
+            Unsupported: a name or a value cannot be given to the job.
+            SourceChanged, Corrupt: a file is another one, missing or damaged.
         """
         self._open.names.check_consistent({item.storage_index.fqn for item in items})
         boxed: list[tuple[str, tuple[int, ...], tuple[int, ...]]] = []
@@ -196,7 +221,14 @@ class AnyLayoutReader(StorageReader):
         self._open.prepare(boxed)
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        """Read what the plan asks for, and compare this rank's share of the digests."""
+        """Read what the plan asks for into the planner's tensors, compare this rank's share of the digests, and return
+        a future that is done.
+
+        Raises:
+            Unsupported: a name or a value cannot be given to the job.
+            Corrupt, SourceChanged: bytes are damaged, missing or have another digest, or a file was written to
+                meanwhile.
+        """
         try:
             self._check_items(plan.items)
             share = plan.storage_data
@@ -211,7 +243,17 @@ class AnyLayoutReader(StorageReader):
         return done
 
     def _read_items(self, items: Sequence[ReadItem], planner: LoadPlanner, share: _Share) -> None:
-        """Read the items of a plan into the planner's tensors, and give it the values."""
+        """Read the items of a plan into the planner's tensors, and give the planner the values.
+
+        Args:
+            items: of the plan.
+            planner: torch's, which knows where each item goes.
+            share: the tensors whose digests this rank compares.
+
+        Raises:
+            Unsupported: a place has another shape than what is read.
+            Corrupt, SourceChanged: bytes are damaged, missing or changed meanwhile.
+        """
         live = getattr(planner, "state_dict", None)
         live = live if isinstance(live, dict) else {}
         wanted: list[ReadRequest] = []
@@ -269,7 +311,7 @@ class AnyLayoutReader(StorageReader):
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
-        """Whether torch may give this path to a reader of this class."""
+        """Tell whether torch may give this path to a reader of this class: whether something is there."""
         return os.path.exists(checkpoint_id)
 
     def __del__(self) -> None:
@@ -279,7 +321,7 @@ class AnyLayoutReader(StorageReader):
 
 
 def _pickle_for_planner(x: object) -> io.BytesIO:
-    """Pickle what torch's planner unpickles: data that was found to be plain."""
+    """Return plain data as a file of torch.save, which torch's planner unpickles."""
     import torch
 
     out = io.BytesIO()
@@ -289,8 +331,13 @@ def _pickle_for_planner(x: object) -> io.BytesIO:
 
 
 def _as_held_type(number: Any, held: Any) -> Any:
-    """Convert a number of an optimizer's state, plain or a 0-dim tensor, to the kind that the job keeps, if that loses
-    nothing."""
+    """Return a number of an optimizer's state as the kind of number that the job keeps, if that loses nothing;
+    otherwise as it is.
+
+    Args:
+        number: of the checkpoint, plain or a 0-dim tensor.
+        held: what the job has there; where that is no bool, int or float, `number` is returned itself.
+    """
     if type(held) not in (bool, int, float):
         return number
     x = number.item() if isinstance(number, torch.Tensor) else number

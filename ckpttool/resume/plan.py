@@ -38,7 +38,7 @@ class RunPlan(NamedTuple):
     noise: dict[str, RunSettings]
 
     def without_deterministic_kernels(self) -> RunPlan:
-        """Return the same plan with the kernels that torch chooses."""
+        """Return the same plan for kernels as torch chooses them, which need not be deterministic."""
         return RunPlan(*({k: replace(s, deterministic=False) for k, s in runs.items()} for runs in self))
 
 
@@ -61,14 +61,22 @@ class RunPlanner:
     def __init__(
         self, request: VerifyRequest, device: str, mesh: dict[str, int], open_scratch: Callable[[], str | None]
     ) -> None:
+        """Keep what `plan` needs.
+
+        Args:
+            device: "cuda" or "cpu".
+            mesh: {dimension: ranks} of the candidate's job.
+            open_scratch: called once by `plan`; returns the folder for the save of the round trip, or None.
+        """
         self.request, self.device, self.mesh, self.open_scratch = request, device, mesh, open_scratch
         self.recorded: Trace | None = None
 
     def plan(self) -> RunPlan:
-        """Plan the runs. Called on one rank alone, since it reads the index of each checkpoint.
+        """Plan the runs. Only one rank calls this, since it reads the index of each checkpoint.
 
         Raises:
-            UsageError: the request makes no job, or the reference has no step to compare.
+            UsageError: the request does not say which model to build, the recorded reference has no step to compare, or
+                the noise cannot be measured as asked. CkpttoolError: a checkpoint cannot be read.
         """
         request = self.request
         source, original = self._look_at_checkpoints()
@@ -112,7 +120,10 @@ class RunPlanner:
         return RunPlan({**runs, "candidate": candidate}, noise)
 
     def _look_at_checkpoints(self) -> tuple[_Side, _Side | None]:
-        """Look at the checkpoint, and at the original if there is one; `source_layout` is only that of the former."""
+        """Return what is known of the checkpoint and of the original that it is compared with, None without one.
+
+        The `source_layout` of the request is only that of the former.
+        """
         request = self.request
         original = None
         if request.against is not None:
@@ -123,7 +134,8 @@ class RunPlanner:
         return source, self._look(request.against, original)
 
     def _look(self, path: str | os.PathLike[str], reading: OpenOptions) -> _Side:
-        """Open a checkpoint for its step, unless that was given, and its config.json."""
+        """Open a checkpoint, and find its step (that of the request if it names one) and the folder of its
+        config.json."""
         start = self.request.start_step
         with open_checkpoint(path, reading) as opened:
             step = start if start is not None else find_start_step(opened)
@@ -132,7 +144,14 @@ class RunPlanner:
         return _Side(os.fspath(path), reading, step, folder if has_config else None)
 
     def _make_settings(self, source: _Side, start: int, config: str | None) -> RunSettings:
-        """Make the settings of the candidate; what was not asked for is as in the recorded job."""
+        """Make the settings of the candidate's run; what the request leaves open is as in the recorded job, if there is
+        one.
+
+        Args:
+            source: the candidate's checkpoint.
+            start: the optimizer step to start from.
+            config: a Hugging Face folder or id; None if the job is the user's own.
+        """
         request = self.request
         known = self.recorded or Trace()
         numerics = known.environment.get("numerics") or NumericsRecord()
@@ -169,10 +188,11 @@ class RunPlanner:
         )
 
     def _plan_noise(self, base: RunSettings) -> dict[str, RunSettings]:
-        """Plan a second run of the reference with other micro-batches; {} if its batch cannot be cut otherwise.
+        """Plan a second run of `base`, {"noise": settings}, with other micro-batches; {} if its batch cannot be cut
+        otherwise.
 
         Raises:
-            UsageError: that was asked for, and cannot be done.
+            UsageError: `calibrate` asks for that run, and the batch cannot be cut otherwise.
         """
         other = _other_micro_batch(base)
         if other is not None:
@@ -192,11 +212,11 @@ _MOST = 256  # counters that are read
 
 
 def find_start_step(opened: OpenCheckpoint) -> int:
-    """Find how many optimizer steps were taken before a checkpoint; 0 if nothing says so.
+    """Find how many optimizer steps were taken before a checkpoint was saved; 0 if nothing says so.
 
-    Without a counter it is the largest step of a parameter in the optimizer, since a parameter without a gradient skips
-    steps. If they differ and one of them is the number at the end of the folder's name, it is that: a file of a later
-    save may be among them.
+    Without a counter of the trainer it is the largest step of a parameter in the optimizer, since a parameter without a
+    gradient skips steps. If they differ and one of them is the number at the end of the folder's name, it is that: a
+    file of a later save may be among them.
     """
     ckpt = opened.checkpoint
     if (step := step_count(ckpt.value)) is not None:
@@ -222,7 +242,12 @@ def find_start_step(opened: OpenCheckpoint) -> int:
 
 
 def _choose_start(recorded: Trace, begin: int, reference: str | os.PathLike[str] | None) -> int:
-    """Choose the step to start from: the checkpoint's, or, if that is not known, that of the recorded reference.
+    """Choose the step to start from.
+
+    Args:
+        recorded: the recorded reference.
+        begin: the step of the checkpoint; where it is 0 (not known), the reference's own start counts.
+        reference: the path of the recording, for the error.
 
     Raises:
         UsageError: the reference has no step after it.
@@ -238,14 +263,15 @@ def _choose_start(recorded: Trace, begin: int, reference: str | os.PathLike[str]
 
 
 def _other_micro_batch(settings: RunSettings) -> int | None:
-    """Choose another micro-batch: half the rows, or twice as many; None if the global batch can be cut into neither."""
+    """Return another number of rows of a micro-batch, half or twice as many; None if the global batch can be cut into
+    neither."""
     if settings.micro_batch % 2 == 0:
         return settings.micro_batch // 2
     return 2 * settings.micro_batch if settings.global_batch % (2 * settings.micro_batch) == 0 else None
 
 
 def _list_float_dtypes(path: str | os.PathLike[str], reading: OpenOptions) -> list[str]:
-    """List the floating dtypes of weights and optimizer in a checkpoint."""
+    """List the floating dtypes ("float32") that the weights and the optimizer state in a checkpoint have, sorted."""
     with open_checkpoint(path, reading) as opened:
         found = {t.dtype for t in opened.checkpoint.tensors.values() if t.path[0] in ("model", "optim")}
     return sorted(d for d in found if "float" in d)
@@ -255,7 +281,9 @@ def _list_float_dtypes(path: str | os.PathLike[str], reading: OpenOptions) -> li
 
 
 def choose_device(wanted: str) -> tuple[str, int]:
-    """Choose where the job computes: ("cuda" or "cpu", GPUs of this machine, 0 on CPU).
+    """Choose where the job computes: ("cuda", number of GPUs of this machine) or ("cpu", 0).
+
+    `wanted` is "cuda", "cpu", or "auto" for a GPU if there is one.
 
     Raises:
         UsageError: no such device.
@@ -273,9 +301,15 @@ def choose_device(wanted: str) -> tuple[str, int]:
 
 
 def choose_mesh(world_size: int | None, mesh: str | None, as_rank: bool, device: str, gpus: int) -> dict[str, int]:
-    """Choose the dimensions of the job: {"dp_replicate": R, "dp_shard": S, "tp": T}.
+    """Choose the dimensions of the job: {"dp_shard": S}, with "dp_replicate" and "tp" where `mesh` has them.
 
-    `as_rank`: the job is the one that this process is a rank of; otherwise it is to be launched.
+    Args:
+        world_size: ranks that were asked for; None for the product of `mesh`, or else one for each GPU.
+        mesh: "dp_replicate=R,dp_shard=S,tp=T"; None for all ranks in dp_shard.
+        as_rank: whether this process is a rank of a job that torchrun or srun started; otherwise a job is to be
+            launched.
+        device: "cuda" or "cpu".
+        gpus: GPUs of this machine.
 
     Raises:
         UsageError: they contradict each other, or the machine.
@@ -298,7 +332,7 @@ def choose_mesh(world_size: int | None, mesh: str | None, as_rank: bool, device:
 
 
 def _world_size_of_job() -> int:
-    """Return WORLD_SIZE of the job that this process was started in.
+    """Return the number of ranks of the job that torchrun or srun started this process in, from WORLD_SIZE.
 
     Raises:
         UsageError: the variables that torchrun and srun set are missing or wrong.

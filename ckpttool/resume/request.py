@@ -36,7 +36,7 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 
 def say_nothing(text: str) -> None:
-    """Ignore a status."""
+    """Ignore a status line; for callers that want none."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -171,7 +171,11 @@ class VerifyKeywords(ReadKeywords, total=False):
 
 
 def make_request(source: str | os.PathLike[str], keywords: Mapping[str, Any]) -> VerifyRequest:
-    """Make the request from the arguments of `resume_verify`."""
+    """Make the request from the arguments of `resume_verify`; those about reading go into an `OpenOptions`.
+
+    Raises:
+        TypeError: there is no such argument.
+    """
     reading = {n: x for n, x in keywords.items() if n in ReadKeywords.__annotations__}
     others = {n: x for n, x in keywords.items() if n not in reading}
     return VerifyRequest(source=source, reading=OpenOptions(**reading), **others)
@@ -225,6 +229,11 @@ class RunSettings:
     flags: list[str] | None = field(default_factory=get_named_flags)
 
     def __post_init__(self) -> None:
+        """Check the dtype and the two batch sizes.
+
+        Raises:
+            UsageError: the dtype is neither fp32 nor bf16, or the global batch is no multiple of the micro-batch.
+        """
         if self.dtype not in ("fp32", "bf16"):
             raise UsageError(f"{argument('dtype', self.dtype)}: choose fp32 or bf16.")
         if self.global_batch < 1 or self.micro_batch < 1 or self.global_batch % self.micro_batch:
@@ -235,15 +244,21 @@ class RunSettings:
 
     @property
     def world_size(self) -> int:
-        """The number of ranks."""
+        """The number of ranks: the product of the mesh."""
         return math.prod(self.mesh.values())
 
 
 def parse_mesh(text: str | None, world_size: int) -> dict[str, int]:
-    """Parse --mesh dp_replicate=2,dp_shard=4,tp=2 into {dimension: ranks}; None is one dimension of all ranks.
+    """Parse "dp_replicate=2,dp_shard=4,tp=2" into {dimension: ranks}; dp_shard is 1 if the text does not have it.
+
+    The product is not checked.
+
+    Args:
+        text: None for one dimension, dp_shard, of `world_size` ranks.
+        world_size: used only if `text` is None.
 
     Raises:
-        UsageError: another dimension, a number below 1, or a product that is not the world size.
+        UsageError: another dimension, one twice, or a number below 1.
     """
     if text is None:
         return {"dp_shard": world_size}
@@ -266,13 +281,13 @@ def parse_mesh(text: str | None, world_size: int) -> dict[str, int]:
 
 
 def write_settings(path: str, runs: list[RunSettings]) -> None:
-    """Write the settings of runs for the workers, which call `read_settings`."""
+    """Write the settings of runs to a JSON file, for the worker processes."""
     with open(path, "w", encoding="utf-8") as f:
         json.dump([asdict(r) for r in runs], f)
 
 
 def read_settings(path: str) -> list[RunSettings]:
-    """Read what `write_settings` wrote."""
+    """Read the settings of runs from the JSON file that `write_settings` wrote."""
     with open(path, encoding="utf-8") as f:
         data = json.load(f)
     known = {f.name for f in fields(RunSettings)}

@@ -41,9 +41,12 @@ LAYER = re.compile(r"(?:^|\.)(layers|h|blocks|block|layer)\.(\d+)\.")
 
 
 def escape_unprintable(text: object, word: int = 0) -> str:
-    """Spell out the characters of a text that do not print: escape_unprintable("a\\n") == "a\\\\n".
+    """Return a text with its unprintable characters spelled out: escape_unprintable("a\\n") == "a\\\\n".
 
-    `word` > 0 shortens longer words in the middle, where tensor names differ least.
+    Args:
+        text: any object; what str() makes of it is used.
+        word: the most characters of one word, which is shortened in the middle, where tensor names differ least; 0 for
+            no limit.
     """
     out = printable(str(text))
     if word:
@@ -52,7 +55,8 @@ def escape_unprintable(text: object, word: int = 0) -> str:
 
 
 def shorten_middle(text: str, width: int) -> str:
-    """Shorten a text to `width` characters, by an ellipsis in its middle; a shorter one is returned as it is."""
+    """Shorten a text to `width` characters, by an ellipsis in its middle; one that is not longer is returned as it
+    is."""
     if len(text) <= width:
         return text
     head = (width - 1) // 2
@@ -60,7 +64,12 @@ def shorten_middle(text: str, width: int) -> str:
 
 
 def format_number(x: float | None, digits: int = 3) -> str:
-    """Format a number for a table: format_number(0.00001234) == "1.23e-05"; None gives ""."""
+    """Format a number for a table: format_number(0.00001234) == "1.23e-05".
+
+    Args:
+        x: None gives "", and what is no number gives its text, shortened.
+        digits: significant digits; whole numbers below a million have all of theirs.
+    """
     if x is None:
         return ""
     if isinstance(x, bool) or not isinstance(x, (int, float)):
@@ -71,7 +80,12 @@ def format_number(x: float | None, digits: int = 3) -> str:
 
 
 def describe_changes(found: Mapping[str, tuple[T, T]], show: Callable[[T], str] = repr) -> list[str]:
-    """Say what changed, from {what: (expected, found)}: {"lr": (0.1, 0.2)} gives ["lr is 0.2 and was 0.1"]."""
+    """Return a sentence for each value that changed: {"lr": (0.1, 0.2)} gives ["lr is 0.2 and was 0.1"].
+
+    Args:
+        found: {what changed: (value before, value now)}.
+        show: makes a text of a value.
+    """
     return [f"{n} is {show(b)} and was {show(a)}" for n, (a, b) in found.items()]
 
 
@@ -79,12 +93,13 @@ def describe_changes(found: Mapping[str, tuple[T, T]], show: Callable[[T], str] 
 
 
 def slot_of(name: str) -> str:
-    """Return "weights" for a tensor of the model, or the slot ("exp_avg") of an optimizer's tensor."""
+    """Return "weights" for a tensor of the model, or for one of the optimizer its slot, what it keeps of a parameter
+    ("exp_avg")."""
     return name.rpartition(".")[2] if name.startswith(_STATE) else "weights"
 
 
 def fqn_of(name: str) -> str:
-    """Return the FQN of the parameter that a tensor is, or whose optimizer state it is."""
+    """Return the FQN of the parameter from the canonical name of its tensor, or of a tensor in its optimizer state."""
     if name.startswith(_STATE):
         return name[len(_STATE) :].rpartition(".")[0]
     return name.removeprefix("model.")
@@ -96,7 +111,7 @@ def component_of(name: str) -> Literal["weights", "optimizer"]:
 
 
 def is_step(name: str) -> bool:
-    """Tell whether a tensor is the `step` in the optimizer state of a parameter."""
+    """Tell whether a tensor is the step counter in the optimizer state of a parameter."""
     return slot_of(name) == "step" and fqn_of(name) != ""
 
 
@@ -117,13 +132,19 @@ def readable_name(name: str) -> str:
 
 
 def name_components(names: Iterable[str]) -> str:
-    """Say what these tensors are: "weights", "optimizer state" or "weights and optimizer state"."""
+    """Return what the tensors with these names are: "weights", "optimizer state" or "weights and optimizer state"."""
     slots = {slot_of(n) == "weights" for n in names}
     return "weights and optimizer state" if len(slots) == 2 else "weights" if True in slots else "optimizer state"
 
 
 def describe_selection(names: Sequence[str], every: Sequence[str], what: str) -> str:
-    """Say in a few words which of `every` tensors these are: "2 weights of layer 1"; `what` is their plural."""
+    """Describe some of many tensors in a few words: "2 weights of layer 1".
+
+    Args:
+        names: the tensors to describe, at least one.
+        every: all tensors that they were chosen from.
+        what: a plural for them, such as "weights".
+    """
     if len(names) == 1:
         return readable_name(names[0])
     if len(names) == len(every):

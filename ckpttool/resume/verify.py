@@ -113,7 +113,11 @@ def resume_verify(source: str | os.PathLike[str], **keywords: Unpack[VerifyKeywo
 
 
 def verify(request: VerifyRequest) -> Report | None:
-    """Do what `resume_verify` explains; None on ranks other than the first, in a job that torchrun or srun started."""
+    """Run a request and return its report; None on ranks other than the first, in a job that torchrun or srun started.
+
+    Raises:
+        RankLost: a rank was killed, or made no progress for `timeout` seconds. CkpttoolError: nothing could be judged.
+    """
     check_request(request)
     as_rank = is_rank_of_job()
     device, gpus = choose_device(request.device)
@@ -128,7 +132,7 @@ def verify(request: VerifyRequest) -> Report | None:
 
 
 def check_request(request: VerifyRequest) -> None:
-    """Refuse what can be seen to be wrong before anything is read.
+    """Refuse a request that can be seen to be wrong before a checkpoint is read.
 
     Raises:
         UsageError: an argument makes no sense. MissingPackage: a package is needed that is not installed.
@@ -152,7 +156,10 @@ def check_request(request: VerifyRequest) -> None:
 
 
 def _open_scratch(request: VerifyRequest, stack: ExitStack, shared: str | None) -> str | None:
-    """Make the folder for the save of the round trip in `request.scratch`; without that, `shared`."""
+    """Make a folder for the save of the round trip in `request.scratch`, and return it; `stack` removes it at its end.
+
+    Without `scratch` or round trip, `shared` is returned: a folder that all ranks see, None for none.
+    """
     if request.scratch is None or not request.round_trip:
         return shared
     return stack.enter_context(temporary_workspace(os.fspath(request.scratch)))
@@ -162,7 +169,7 @@ def _open_scratch(request: VerifyRequest, stack: ExitStack, shared: str | None) 
 
 
 def run_in_launches(planner: RunPlanner, folder: str) -> Outcome:
-    """Start the ranks of every run on this machine, and judge their traces.
+    """Start the ranks of every run on this machine, and judge their traces. Their files are in `folder`.
 
     Raises:
         RankLost: a rank was killed, or made no progress. CkpttoolError: nothing could be judged.
@@ -190,13 +197,16 @@ def run_in_launches(planner: RunPlanner, folder: str) -> Outcome:
 
 
 def _make_folder(parent: str, name: str) -> str:
+    """Make a folder in `parent`, where it must not exist yet, and return its path."""
     folder = os.path.join(parent, name)
     os.mkdir(folder)
     return folder
 
 
 def run_as_rank(planner: RunPlanner, folder: str) -> Outcome | None:
-    """Run in the job that this process is a rank of; rank 0 plans and judges. None on other ranks. A collective.
+    """Make the runs as a rank of the job that torchrun or srun started; rank 0 plans and judges. A collective.
+
+    `folder` is this rank's own, for files. Returns None on ranks other than the first.
 
     Raises:
         RankLost: another rank is gone. CkpttoolError: anything else that the job raised.
@@ -225,10 +235,10 @@ def run_as_rank(planner: RunPlanner, folder: str) -> Outcome | None:
 
 
 def _run_on_this_rank(runs: Mapping[str, RunSettings], folder: str, status: Status) -> dict[str, Trace]:
-    """Take part in the runs; their traces on rank 0, {} on others. A collective.
+    """Take part in the runs, {label: settings}; return {label: trace} on rank 0, {} on others. A collective.
 
     Raises:
-        UsageError: a run is for another world size than that of this job.
+        UsageError: a run is for another world size than that of this job. CkpttoolError: a run cannot be made.
     """
     import torch.distributed as dist
 
@@ -248,14 +258,15 @@ def _run_on_this_rank(runs: Mapping[str, RunSettings], folder: str, status: Stat
 
 
 def _judge_on_first_rank(planner: RunPlanner, traces: Mapping[str, Trace]) -> Judgement | None:
-    """Judge the traces on rank 0; None on others, which have none."""
+    """Judge the traces, {label: trace}, on rank 0; return None on others, whose `traces` is empty."""
     enter_stage("judging the run" if traces else "waiting for the verdict of rank 0", computes=bool(traces))
     return judge_runs(traces, planner.recorded, planner.request.profile) if traces else None
 
 
 @contextmanager
 def _naming_failures() -> Iterator[None]:
-    """Name this rank in what it raises, and print the traceback.
+    """While the block runs, turn errors that are not ckpttool's into ones that name this rank, and print their
+    traceback.
 
     Raises:
         RankLost: another rank is gone. CkpttoolError: anything else that the job raised.
@@ -283,7 +294,10 @@ def _naming_failures() -> Iterator[None]:
 
 
 def make_report(request: VerifyRequest, recorded: Trace | None, outcome: Outcome) -> Report:
-    """Make the report; opens both checkpoints if a check failed, to see how their tensors differ."""
+    """Make the report; opens both checkpoints if a check failed, to see how their tensors differ.
+
+    `recorded` is the recorded reference, None if there is none.
+    """
     from .._version import __version__
     from .compare.limits import check_gates, compute_metrics
     from .compare.not_verified import list_not_verified
@@ -317,7 +331,8 @@ def make_report(request: VerifyRequest, recorded: Trace | None, outcome: Outcome
 
 
 def _find_causes(request: VerifyRequest, reference: Trace | None, outcome: Outcome) -> list[Cause]:
-    """Find the likely causes of failed checks, most likely first."""
+    """Find the likely causes of failed checks, most likely first. `reference` is None if there is nothing to compare
+    with."""
     from .compare.differences import in_stored_dtypes
     from .compare.misfit import describe_misfit, does_not_fit
     from .diagnosis.causes import find_causes

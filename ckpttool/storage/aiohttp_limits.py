@@ -38,7 +38,11 @@ class _BoundedReader:
         return getattr(self._stream, name)
 
     async def read(self, n: int = -1) -> bytes:
-        """Read as StreamReader.read does; raise where the body is longer than allowed."""
+        """Read at most `n` bytes of the body, or all that is left where `n` is negative, as StreamReader.read does.
+
+        Raises:
+            RemoteError: the body is longer than allowed, or would fill the memory once it is parsed.
+        """
         if n >= 0:
             return self._count_bytes(await self._stream.read(n))
         pieces = []
@@ -50,11 +54,20 @@ class _BoundedReader:
         return body
 
     async def readany(self) -> bytes:
-        """Read as StreamReader.readany does; raise where the body is longer than allowed."""
+        """Return the bytes that have arrived and wait for some if there are none, as StreamReader.readany does; b"" at
+        the end.
+
+        Raises:
+            RemoteError: the body is longer than allowed.
+        """
         return self._count_bytes(await self._stream.readany())
 
     def _count_bytes(self, data: bytes) -> bytes:
-        """Count bytes that arrived, and return them; raise RemoteError once there are too many."""
+        """Count bytes that arrived, and return them.
+
+        Raises:
+            RemoteError: there are more than this body may have.
+        """
         self._got += len(data)
         if self._counted:
             self._budget.count_bytes(len(data))
@@ -70,7 +83,13 @@ class _BoundedAnswer(aiohttp.ClientResponse):
     _progress: asyncio.TimerHandle | None = None
 
     async def start(self, connection: Any) -> aiohttp.ClientResponse:
-        """Receive the header as ClientResponse.start does, within the time and the rules of the request budget."""
+        """Receive the header as ClientResponse.start does, within the time and the rules of the current request budget;
+        as aiohttp itself does where there is none.
+
+        Raises:
+            Stalled: the header takes too long.
+            RemoteError: the header breaks a rule of the budget.
+        """
         budget = current_budget()
         if budget is None:
             return await super().start(connection)
@@ -89,7 +108,13 @@ class _BoundedAnswer(aiohttp.ClientResponse):
         return self
 
     def _watch(self, stream: Any, budget: RequestBudget, before: int) -> None:
-        """Look again after `stall_seconds`, and end the answer if too few bytes have arrived since `before`."""
+        """Look at the answer again after `stall_seconds`, over and over, and end it with Stalled once too few bytes
+        have arrived in such a period.
+
+        Args:
+            stream: the body, aiohttp's StreamReader.
+            before: bytes of it that have arrived when the period begins.
+        """
 
         if stream.is_eof():
             return
@@ -108,6 +133,7 @@ class _BoundedAnswer(aiohttp.ClientResponse):
         self._progress = asyncio.get_running_loop().call_later(budget.stall_seconds, look)
 
     def _response_eof(self) -> None:
+        """Stop watching at the end of the body; a method that aiohttp calls."""
         if self._progress is not None:
             self._progress.cancel()
         super()._response_eof()
@@ -120,13 +146,21 @@ class _PageOfXml(_BoundedAnswer):
 
 
 async def _count_request(session: Any, context: Any, params: aiohttp.TraceRequestStartParams) -> None:
-    """Report a request to the budget before it is sent; a hook of aiohttp."""
+    """Count a request against the current budget, if there is one, before it is sent; a hook of aiohttp.
+
+    Raises:
+        RemoteError: the time for all requests has passed.
+    """
     if (budget := current_budget()) is not None:
         budget.count_request()
 
 
 async def _strip_credentials(session: Any, context: Any, params: aiohttp.TraceRequestRedirectParams) -> None:
-    """Remove headers that say who asks from a request that is redirected to another server; a hook of aiohttp."""
+    """Remove headers that say who asks from a request that is redirected to another server; a hook of aiohttp.
+
+    Raises:
+        Unsafe: the redirect leads to where nothing may be sent.
+    """
     location = params.response.headers.get("Location") or params.response.headers.get("URI")
     if location and not check_redirect(params.method, str(params.response.url), location):
         for name in set(params.headers) - {n for n in params.headers if n.lower() in _HARMLESS}:
@@ -156,13 +190,15 @@ def session_settings() -> dict[str, Any]:
 
 
 def bounded_s3_session() -> type:
-    """Return a class for aiobotocore's `http_session_cls` whose answers are bounded."""
+    """Return a class for aiobotocore's `http_session_cls` whose answers are bounded in length and time."""
     from aiobotocore.httpsession import AIOHTTPSession
 
     class Bounded(AIOHTTPSession):  # type: ignore[misc]
         """A session whose answers are bounded."""
 
         async def _get_session(self, proxy_url: Any) -> Any:
+            """Return the session of aiohttp for this proxy, with our hooks and our class of answers; a method that
+            aiobotocore calls."""
             session = await super()._get_session(proxy_url)
             if session._response_class is not _PageOfXml:
                 session._response_class = _PageOfXml

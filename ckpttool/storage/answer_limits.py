@@ -90,18 +90,23 @@ class RequestBudget:
         self.start_try()
 
     def start_try(self) -> None:
-        """Reset what is counted for each try; called before its first request."""
+        """Reset what is counted for one try of the question; to be called before its first request."""
         self._asked: dict[str, int] = {}
         self._left = LIMITS.question_bytes
         self._stalled = False
 
     @property
     def stall_seconds(self) -> float:
-        """Seconds that an answer may take without progress."""
+        """Return how many seconds an answer may take without progress: longer where something is sent."""
         return LIMITS.write_seconds if self.writes else LIMITS.stall_seconds
 
     def count_request(self) -> None:
-        """Take note that a request is about to be sent; raise if the time for all of them has passed."""
+        """Take note that a request is about to be sent.
+
+        Raises:
+            RemoteError: the time for all requests of this question has passed.
+            Stalled: an answer of this try has stalled already.
+        """
         if self._stalled:  # clients ask again in other words
             raise self.stalled_error()
         if not self.writes and time.monotonic() > self._until:
@@ -115,7 +120,8 @@ class RequestBudget:
         self._until = max(self._until, time.monotonic() + LIMITS.question_seconds)
 
     def stalled_error(self) -> Stalled:
-        """Return the error for an answer without progress, and refuse further requests of this try."""
+        """Return the error for an answer without progress, and refuse further requests of this try; it is not
+        raised."""
         self._stalled = True
         return Stalled(
             f"{self.url}: the server makes no progress: in {self.stall_seconds:g} seconds it sent neither a whole "
@@ -129,9 +135,16 @@ class RequestBudget:
         """Check the header of an answer, and return how many bytes of its body may be read.
 
         Args:
+            method: of the request: "GET", "HEAD", ...
+            url: of the request.
             asked: the Range header of the request, or "".
+            status: of the answer: 200, ...
             headers: of the answer; keys in any case.
-            most: a smaller limit than `answer_bytes`.
+            most: a smaller limit than `answer_bytes`, in bytes; None for that one.
+
+        Raises:
+            RemoteError: the server asks to wait too long, sends an encoding or a range that was not asked for, or lists
+                without an end.
         """
         if status >= 300:
             self._allow_wait(status, headers)
@@ -168,8 +181,8 @@ class RequestBudget:
         self._left = max(0, self._left - n)
 
     def check_body(self, body: bytes) -> None:
-        """Refuse the body of an answer without a range that would fill the memory once its reader parses it as JSON, or
-        for S3 as XML.
+        """Refuse the whole body of an answer without a range, if it would fill the memory once its reader parses it as
+        JSON or, from S3, as XML.
 
         Raises:
             RemoteError: it would.
@@ -183,7 +196,11 @@ class RequestBudget:
             raise RemoteError(f"{self.url}: {found}. Check the address, the server and the proxy.") from None
 
     def _allow_wait(self, status: int, headers: Mapping[str, str]) -> None:
-        """Grant the time that a server wants us to wait (Retry-After, RateLimit); raise if it is too long."""
+        """Grant the time that a server wants us to wait (headers Retry-After and RateLimit of an error).
+
+        Raises:
+            RemoteError: it is more than is left of `wait_seconds`.
+        """
         waits = re.findall(r"^\s*(\d+)\s*$", headers.get("Retry-After", "")) + re.findall(
             r"\bt\s*=\s*(\d+)", headers.get("RateLimit", "")
         )
@@ -197,7 +214,12 @@ class RequestBudget:
         self._until += wait
 
     def too_long_error(self, most: int, *, ignored: bool = False) -> RemoteError:
-        """Return the error for a body of more than `most` bytes; `ignored`: the server sends all instead of a range."""
+        """Return the error for a body that is too long.
+
+        Args:
+            most: bytes that were allowed.
+            ignored: the server sends the whole object, although a range of it was asked for.
+        """
         if ignored:
             return RemoteError(
                 f"{self.url}: the server ignores Range requests and sends the whole object. Download the file."
@@ -242,14 +264,15 @@ _everywhere: list[RequestBudget] = []
 
 
 def current_budget() -> RequestBudget | None:
-    """Return the budget that this thread or task requests under, else that of `within_budget_in_all_threads`; None
-    outside of both."""
+    """Return the request budget that this thread or task is under, or else the one that all threads are under
+    (`within_budget_in_all_threads`); None where there is none."""
     return _CURRENT.get() or (_everywhere[-1] if _everywhere else None)
 
 
 @contextmanager
 def within_budget(budget: RequestBudget) -> Iterator[RequestBudget]:
-    """Count what this thread requests in the `with` block, and what it has an event loop do, against a budget."""
+    """While the block runs, count the requests of this thread, and of what it has an event loop do, against a budget;
+    yields the budget."""
     token = _CURRENT.set(budget)
     try:
         yield budget
@@ -259,7 +282,8 @@ def within_budget(budget: RequestBudget) -> Iterator[RequestBudget]:
 
 @contextmanager
 def within_budget_in_all_threads(budget: RequestBudget) -> Iterator[RequestBudget]:
-    """Do the same for all threads that have no budget of their own: huggingface_hub sends and downloads in threads."""
+    """While the block runs, count the requests of this thread, and of all threads that have no budget of their own,
+    against a budget; yields the budget. huggingface_hub sends and downloads in threads."""
     _everywhere.append(budget)
     try:
         with within_budget(budget):
@@ -269,10 +293,15 @@ def within_budget_in_all_threads(budget: RequestBudget) -> Iterator[RequestBudge
 
 
 def check_redirect(method: str, at: str, location: str) -> bool:
-    """Return whether a redirect stays on the server.
+    """Return whether a redirect stays on the same server (scheme, host and port).
+
+    Args:
+        method: of the request: "GET", ...
+        at: URL of the request.
+        location: where the server redirects to, absolute or relative.
 
     Raises:
-        Unsafe: it leaves https, or wants what is sent to go elsewhere.
+        Unsafe: it leads from https to something else, would send data elsewhere, or is no URL.
     """
     here = urlsplit(at)
     try:

@@ -25,15 +25,16 @@ class IOBudget(NamedTuple):
     buffer_bytes: int = 4 << 20
 
     def reader_threads(self, source: Source) -> int:
-        """Return how many threads read, besides the one that digests: more where each waits for a network, 0 where that
-        one reads."""
+        """Return how many threads read, besides the one that digests: more where each waits for a network, 0 where the
+        digesting thread reads itself."""
         if source.is_remote:
             return 1 if source.in_order else 4 * self.threads
         return 0 if self.threads == 1 else 1 if source.in_order else self.threads
 
     @property
     def writer_threads(self) -> int:
-        """Threads that write to this machine's disks, besides the one that digests; 0 where that one writes."""
+        """Return how many threads write to this machine's disks, besides the one that digests; 0 where that one
+        writes."""
         return 0 if self.threads == 1 else self.threads
 
 
@@ -83,7 +84,7 @@ class Lease:
         self.pool, self.buffer, self.blocks = pool, buffer, blocks
 
     def end(self) -> None:
-        """Release one of the blocks; the last one gives the buffer back to the pool."""
+        """Release one of the blocks that share the buffer; the last one gives the buffer back to the pool."""
         self.blocks -= 1
         if self.blocks == 0:
             self.pool.free.put(self.buffer)

@@ -51,11 +51,12 @@ class DestinationFile:
 
     @property
     def size(self) -> int:
-        """Bytes of the file so far, as the destination stores them."""
+        """Return the bytes of the file so far, as the destination stores them."""
         return self.at
 
     def append(self, data: bytes | memoryview) -> None:
-        """Append bytes; compare them with what is there if the file was opened with `existing`.
+        """Append bytes. If the file was opened with `existing`, and until `start_writing`, they are compared with what
+        an earlier run wrote, instead.
 
         Raises:
             Altered: other bytes are there.
@@ -63,15 +64,17 @@ class DestinationFile:
         raise NotImplementedError
 
     def skip(self, data: bytes | memoryview) -> None:
-        """Pass over the next bytes, of a tensor, which are there already: the read-back proves them."""
+        """Pass over the next bytes of a tensor, which an earlier run has written already; they are not compared here,
+        since the whole result is read back later."""
         self.append(data)
 
     def read_earlier(self, offset: int, length: int) -> bytes:
-        """Return what an earlier run wrote there; fewer bytes where it did not."""
+        """Return the `length` bytes from `offset` on that an earlier run wrote; fewer, or none, where it did not."""
         return b""
 
     def start_writing(self) -> None:
-        """Write from here on, instead of comparing with what is there.
+        """Write from the next byte on, instead of comparing with what an earlier run wrote; does nothing where that is
+        the case already.
 
         Raises:
             Altered: the file that is there ends before.
@@ -81,13 +84,13 @@ class DestinationFile:
         """Hand everything appended so far to the system or the store."""
 
     def sync(self) -> None:
-        """Make durable what was flushed; all writes have ended."""
+        """Make durable what was flushed. The caller must have waited for all writes."""
 
     def end(self) -> None:
-        """Take note that the last byte was appended."""
+        """Take note that the last byte was appended. Writes may still be under way."""
 
     def finish(self) -> None:
-        """Make the whole file durable; all writes have ended."""
+        """Make the whole file durable. The caller must have waited for all writes."""
 
     def close(self) -> None:
         """Close what is open, whether the file is finished or not."""
@@ -116,26 +119,38 @@ class Destination(Protocol):
 
     @property
     def parallel(self) -> ParallelDestination | None:
-        """This destination if several processes can fill it; otherwise None."""
+        """Return this destination if several processes can fill it; otherwise None."""
 
     def open_file(self, name: str, pool: WriterPool, existing: bool) -> DestinationFile:
-        """Open a file at its first byte; with `existing`, what an earlier run wrote is compared until
-        `start_writing`."""
+        """Open a file of the destination at its first byte.
+
+        Args:
+            name: of the file, relative to the destination.
+            pool: the threads that write it.
+            existing: an earlier run has begun it: what is appended is compared with what is there, until
+                `start_writing`.
+        """
 
     def write_file(self, name: str, data: bytes) -> None:
-        """Write a whole file that is no part of the draft, and make it durable."""
+        """Write a whole file that is none of those planned from the index (`Draft`), and make it durable."""
 
     def append_journal(self, entry: JournalEntry) -> None:
-        """Append a line to the journal and make it durable; does nothing unless `resumable`."""
+        """Append an entry to the journal, by which an interrupted run is continued, and make it durable; does nothing
+        unless `resumable`."""
 
     def restart(self) -> None:
-        """Forget what an earlier run left."""
+        """Forget what an earlier run left: everything is written anew."""
 
     def commit(self) -> None:
-        """Make what was written the destination. Every file must be finished."""
+        """Make what was written the destination. Every file must be finished.
+
+        Raises:
+            CkpttoolError: that failed; `state_after_error` says what is there.
+        """
 
     def fail(self, e: BaseException) -> BaseException:
-        """Stop after an error, keep what the next run can continue from, and return the error to raise."""
+        """Stop after an error, keep what the next run can continue from, and return the error to raise: `e`, or one
+        that says more about a system call or an interrupt."""
         if isinstance(e, KeyboardInterrupt):
             self.interrupt()
             return Interrupted(f"interrupted. {self.resume_hint}")
@@ -152,18 +167,18 @@ class Destination(Protocol):
 
     @property
     def in_place(self) -> bool:
-        """Whether what was written has the destination's name."""
+        """Return whether what was written has the destination's name by now."""
 
     @property
     def state_after_error(self) -> str:
-        """A sentence that says what is at the destination after an error."""
+        """Return a sentence that says what is at the destination after an error."""
 
     @property
     def resume_hint(self) -> str:
-        """Sentences that say what is there after an interruption, and what to do."""
+        """Return sentences that say what is there after an interruption, and what to do."""
 
     def add_hint(self, e: CkpttoolError) -> None:
-        """Add to an error what is at the destination now, where its message does not say so."""
+        """Add a note to an error that says what is at the destination now, where its message does not say so."""
 
     def interrupt(self) -> None:
         """Keep what the next run can continue from, and remove the rest."""
@@ -172,7 +187,7 @@ class Destination(Protocol):
         """Remove everything that was written."""
 
     def release(self) -> None:
-        """Stop writing, and keep what the next run can continue from."""
+        """Stop writing, give up the destination, and keep what the next run can continue from."""
 
 
 class ParallelDestination(Destination, Protocol):
@@ -186,33 +201,49 @@ class ParallelDestination(Destination, Protocol):
 
     @property
     def has_earlier_parts(self) -> bool:
-        """Whether an earlier run of several workers left something to continue from."""
+        """Return whether an earlier run of several workers left something to continue from."""
 
     @property
     def filled_parts(self) -> dict[int, PartResult]:
-        """What is filled of this plan: {number of a part: what its worker said of it}."""
+        """Return {number of a part: what its worker recorded of it} for the parts of this plan that are filled."""
 
     def share(self, files: Mapping[str, int]) -> SharedState:
-        """Create files, {name: bytes}, for others to fill; returns what a `SharedTree` or `SharedObjects` is made
-        of."""
+        """Create files for several processes to fill, and return as plain data what a worker makes its `SharedTree` or
+        `SharedObjects` of.
+
+        Args:
+            files: {name: bytes} of the files.
+        """
 
     def stop_sharing(self) -> None:
-        """Refuse what workers write from here on: all is filled."""
+        """Refuse what workers write from here on; to be called when all is filled."""
 
     def find_missing_cells(
         self, sent: Mapping[str, Mapping[int, str]], sizes: Mapping[str, int]
     ) -> list[tuple[str, int]]:
-        """Return (file, cell) of what a store does not have as it was sent, {file: {cell: ETag}}; [] on a disk."""
+        """Return [(file, number of a cell)] for the cells, pieces of `part_bytes`, that a store does not have as they
+        were sent; [] on a disk, where nothing is sent.
+
+        Args:
+            sent: {file: {number of a cell: ETag that the store answered}}.
+            sizes: {file: bytes}.
+        """
 
     def path(self, name: str) -> str:
-        """Return where a file is built on this machine; only where `part_bytes` is 0."""
+        """Return the path at which a file is built on this machine; only where `part_bytes` is 0."""
 
 
 _NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
 
 
 def write_error(e: OSError, path: str, outcome: str = "The destination is untouched.") -> CkpttoolError:
-    """Return the error for a failed system call on the destination; `outcome` says what is there now."""
+    """Return the error for a failed system call on the destination; it is not raised.
+
+    Args:
+        e: what the system call raised.
+        path: the file or folder that it was about.
+        outcome: a sentence that says what is at the destination now.
+    """
     if e.errno in _NO_ROOM:
         return NoSpace(
             f"{path}: {e.strerror}. {outcome} Free some space and run the same command again; what was written is kept "

@@ -20,8 +20,8 @@ __all__ = ["bound_hub_client"]
 
 
 def bound_hub_client() -> None:
-    """Have the HTTP client that huggingface_hub shares report to the current budget, now and whenever it is made
-    again."""
+    """Have the HTTP client that huggingface_hub shares report its requests and answers to the current `RequestBudget`,
+    now and whenever the client is made again."""
     import huggingface_hub
     from huggingface_hub.utils import _http
 
@@ -32,12 +32,12 @@ def bound_hub_client() -> None:
 
 
 def _is_bounded(client: Any) -> bool:
-    """Return whether a client has our hooks already."""
+    """Return whether a client of httpx has our hooks already."""
     return _after_response in client.event_hooks["response"]
 
 
 def _bound(client: Any) -> Any:
-    """Give a client our hooks and its connection pools a watched network; returns the client."""
+    """Add our hooks to a client of httpx, and have its connection pools watch their network; returns the client."""
     hooks = client.event_hooks
     client.event_hooks = {
         "request": [*hooks["request"], _before_request],
@@ -51,14 +51,23 @@ def _bound(client: Any) -> Any:
 
 
 def _before_request(request: Any) -> None:
-    """Report a request to the budget before it is sent; a hook of httpx."""
+    """Count a request of httpx against the current budget, if there is one, before it is sent; a hook of httpx.
+
+    Raises:
+        RemoteError: the time for all requests has passed.
+    """
     if (budget := current_budget()) is not None:
         budget.count_request()
         request.headers["Accept-Encoding"] = "identity"
 
 
 def _after_response(response: Any) -> None:
-    """Check the header of an answer, and bound its body; a hook of httpx."""
+    """Check the header of an answer, and bound its body, where a request budget is in effect; a hook of httpx.
+
+    Raises:
+        RemoteError: the header breaks a rule of the budget.
+        Unsafe: the server redirects to where nothing may be sent.
+    """
     budget = current_budget()
     if budget is None:
         return
@@ -84,7 +93,7 @@ def _after_response(response: Any) -> None:
 
 @cache
 def _body_class(base: type) -> Any:
-    """Return `_BoundedBody` as a subclass of the stream class of httpx or httpx2, which they ask for."""
+    """Return `_BoundedBody` as a subclass of `base`, the stream class that httpx or httpx2 expects a body to be."""
     return type("Body", (_BoundedBody, base), {})
 
 
@@ -115,6 +124,7 @@ class _BoundedBody:
         self._budget.check_body(bytes(whole))
 
     def close(self) -> None:
+        """Close the stream of httpx."""
         self._stream.close()
 
 
@@ -128,7 +138,8 @@ class _WatchedBackend:
         return getattr(self._backend, name)
 
     def connect_tcp(self, *args: Any, timeout: float | None = None, **how: Any) -> Any:
-        """Connect as the backend does, within `stall_seconds`; returns a watched stream."""
+        """Connect as the wrapped backend does, within `stall_seconds`, and return a watched stream; `args` and `how`
+        are the backend's."""
         budget = current_budget()
         if budget is not None:
             timeout = min(timeout or budget.stall_seconds, budget.stall_seconds)
@@ -146,11 +157,11 @@ class _WatchedStream:
         return getattr(self._stream, name)
 
     def start_tls(self, *args: Any, **how: Any) -> Any:
-        """Start TLS as the stream does; returns a watched stream."""
+        """Start TLS as the wrapped stream does, with its arguments, and return a watched stream."""
         return _WatchedStream(self._stream.start_tls(*args, **how))
 
     def write(self, *args: Any, **how: Any) -> None:
-        """Write as the stream does; the wait for an answer begins anew."""
+        """Write as the wrapped stream does, with its arguments; the wait for an answer begins anew."""
         budget = current_budget()
         if budget is not None:
             how["timeout"] = budget.stall_seconds
@@ -159,7 +170,12 @@ class _WatchedStream:
         self._waited, self._got, self._sent = 0.0, 0, time.monotonic()
 
     def read(self, most: int, timeout: float | None = None) -> bytes:
-        """Read as the stream does; raise Stalled if too few bytes have arrived in `stall_seconds`."""
+        """Read up to `most` bytes as the wrapped stream does; `timeout`, in seconds, counts only where no request
+        budget is in effect.
+
+        Raises:
+            Stalled: too few bytes have arrived in `stall_seconds`.
+        """
         budget = current_budget()
         if budget is None:
             data: bytes = self._stream.read(most, timeout=timeout)

@@ -43,8 +43,10 @@ def follow_pages(
     """Yield the pages of a listing until it ends.
 
     Args:
-        ask: the page that these arguments of a request bring; {} for the first.
-        following: the arguments for the page after one; None after the last.
+        url: of what is listed, for messages.
+        ask: requests a page with these arguments, and returns it; {} for the first page.
+        following: returns the arguments for the page after this one; None after the last. A KeyError of it means that
+            the server gave none.
 
     Raises:
         RemoteError: a page that was there comes back, or there are too many, or they take too long.
@@ -78,10 +80,18 @@ def follow_pages(
 
 
 def list_entries(fs: AbstractFileSystem, path: str, query: str, url: str) -> dict[str, StoreInfo]:
-    """Return {name: what the store says of it, as fsspec's `info`} for all that lies directly below a folder.
+    """Return {name: what the store says of it, as fsspec's `info`} for all that lies directly below a folder of a
+    store.
+
+    Args:
+        fs: fsspec's file system of the store.
+        path: of the folder in it, without a slash at its end.
+        query: "?..." that every request of a web server carries, or "".
+        url: of the folder, for messages.
 
     Raises:
-        Unsafe: a name leads elsewhere. RemoteError: a name comes twice, or there are too many; the store fails.
+        Unsafe: a name leads elsewhere.
+        RemoteError: a name comes twice, or there are too many; the store fails.
     """
     protocols = [fs.protocol] if isinstance(fs.protocol, str) else list(fs.protocol)
     out: dict[str, StoreInfo] = {}
@@ -122,7 +132,11 @@ def list_entries(fs: AbstractFileSystem, path: str, query: str, url: str) -> dic
 
 
 def _check_count(found: StoreInfo, url: str) -> None:
-    """Refuse a listing with more names than a checkpoint can have."""
+    """Refuse a listing of more names ({name: info} so far) than a checkpoint can have.
+
+    Raises:
+        RemoteError: there are more.
+    """
     if len(found) > LIMITS.names:
         raise RemoteError(
             f"{url}: the listing has more than {LIMITS.names:,} names, which no checkpoint has in one folder."
@@ -130,7 +144,8 @@ def _check_count(found: StoreInfo, url: str) -> None:
 
 
 def _list_s3(fs: AbstractFileSystem, path: str, url: str) -> Iterator[StoreInfo]:
-    """Yield objects and common prefixes below a prefix of an S3 bucket, as fsspec's `info`."""
+    """Yield fsspec's `info` of each object and common prefix directly below a path "bucket/key" of S3; `url` is for
+    messages."""
     bucket, _, key = path.partition("/")
     where = {"Bucket": bucket, "Prefix": key + "/" if key else "", "Delimiter": "/"}
     for page in follow_pages(
@@ -151,7 +166,8 @@ def _list_s3(fs: AbstractFileSystem, path: str, url: str) -> Iterator[StoreInfo]
 
 
 def _list_gcs(fs: AbstractFileSystem, path: str, url: str) -> Iterator[StoreInfo]:
-    """Yield objects and prefixes below a prefix of a bucket of Google's store, as fsspec's `info`."""
+    """Yield fsspec's `info` of each object and prefix directly below a path "bucket/key" of Google's store; `url` is
+    for messages."""
     bucket, _, key = path.partition("/")
     where = {"delimiter": "/", "prefix": key + "/" if key else "", "maxResults": 1000}
     for page in follow_pages(
@@ -172,7 +188,16 @@ def _list_gcs(fs: AbstractFileSystem, path: str, url: str) -> Iterator[StoreInfo
 
 
 def _list_hub(fs: AbstractFileSystem, path: str, at: Any, url: str) -> list[StoreInfo]:
-    """Return files and folders of a repository on the Hub, as fsspec's `info`; `at` is the resolved path."""
+    """Return fsspec's `info` of each file and folder in a folder of a repository on the Hub.
+
+    Args:
+        path: of the folder, as `fs` takes it.
+        at: what `fs.resolve_path` made of the path.
+        url: for messages.
+
+    Raises:
+        RemoteError: there are too many names.
+    """
     from huggingface_hub import HfApi
     from huggingface_hub.hf_api import RepoFile
 
@@ -194,8 +219,8 @@ def _list_hub(fs: AbstractFileSystem, path: str, at: Any, url: str) -> list[Stor
 
 
 def _list_links(fs: AbstractFileSystem, url: str) -> list[str]:
-    """Return the names that a web page links to, directly below it. The page is made for people, so other links are no
-    error."""
+    """Return the names directly below a URL that its web page links to; [] if it is no page. Links that lead elsewhere
+    are passed over, since the page is made for people."""
     from fsspec.asyn import sync
 
     async def call() -> str:

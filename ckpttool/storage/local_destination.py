@@ -79,7 +79,16 @@ class LocalDestination(ParallelDestination):
             raise
 
     def _prepare_folder(self, need_bytes: int) -> None:
-        """Find what an earlier run of this plan left, clear what others did, make room, open the journal."""
+        """Find what an earlier run of this plan left or make a new folder, remove what runs of other plans left, and
+        open the journal.
+
+        Args:
+            need_bytes: that the destination will take on the disk.
+
+        Raises:
+            NoSpace: there is less room.
+            DestinationExists: no name is free for the folder.
+        """
         mine = f"{self.leftovers.prefix}{self.plan[:12]}"
         found = None
         for folder in self.leftovers.folders():
@@ -106,7 +115,12 @@ class LocalDestination(ParallelDestination):
             self.restart()
 
     def _new_folder(self, name: str) -> str:
-        """Create a partial folder under the first name that is free, and return its path."""
+        """Create the folder in which the destination is built, under `name` or the first of "NAME-1" to "NAME-99" that
+        is free, and return its path.
+
+        Raises:
+            DestinationExists: none is free.
+        """
         for k in range(100):
             folder = os.path.join(self.parent, f"{name}-{k}" if k else name)
             try:
@@ -117,7 +131,8 @@ class LocalDestination(ParallelDestination):
         raise DestinationExists(f"100 entries of {self.parent} are named like {name}; remove them, or write elsewhere.")
 
     def _open_folder(self, folder: str) -> None:
-        """Open a partial folder, its tree and its journal, and work there from now on."""
+        """Work in this folder from now on: open it, its `tree` in which the destination is built, and its journal,
+        whose last line is removed if it was cut off."""
         self.folder = self.location = folder
         self.tree, self.journal_path = os.path.join(folder, "tree"), os.path.join(folder, "journal")
         self.readable_path = os.path.join(self.tree, self.name) if self.is_file else self.tree
@@ -132,7 +147,7 @@ class LocalDestination(ParallelDestination):
             os.ftruncate(self._journal, f.read().rfind(b"\n") + 1)  # a line that was cut off
 
     def restart(self) -> None:
-        """Forget what an earlier run left in the folder."""
+        """Remove what an earlier run left in the folder, and begin a new journal."""
         for entry in os.scandir(self.tree):
             (shutil.rmtree if entry.is_dir(follow_symlinks=False) else os.unlink)(entry.path)
         shutil.rmtree(os.path.join(self.folder, "parts"), ignore_errors=True)
@@ -142,12 +157,12 @@ class LocalDestination(ParallelDestination):
 
     @property
     def parallel(self) -> LocalDestination:
-        """This destination: several processes can always fill it."""
+        """Return this destination: several processes can always fill it."""
         return self
 
     @property
     def in_place(self) -> bool:
-        """Whether what was built has the target's name."""
+        """Return whether what was built has the target's name by now."""
         try:
             st = os.lstat(self.target)
         except OSError:
@@ -156,7 +171,7 @@ class LocalDestination(ParallelDestination):
 
     @property
     def state_after_error(self) -> str:
-        """What an error left at the destination."""
+        """Return a sentence or two that say what is at the destination after an error."""
         if self.in_place:
             left = ""
             if os.path.lexists(self.folder):
@@ -166,7 +181,7 @@ class LocalDestination(ParallelDestination):
 
     @property
     def resume_hint(self) -> str:
-        """What is there after an interruption, and what to do."""
+        """Return sentences that say what is there after an interruption, and what to do."""
         if self.in_place:
             return self.state_after_error
         if not self._has_progress:
@@ -175,7 +190,7 @@ class LocalDestination(ParallelDestination):
 
     @property
     def _has_progress(self) -> bool:
-        """Whether there is something that the next run can continue from."""
+        """Return whether there is something that the next run can continue from."""
         earlier = partial.parse_journal(partial.read_journal(self.folder), self.plan)
         return (earlier is not None and earlier.done > 0) or bool(self.filled_parts)
 
@@ -187,21 +202,35 @@ class LocalDestination(ParallelDestination):
             self.release()
 
     def add_hint(self, e: CkpttoolError) -> None:
-        """Say how to continue after an error of the source, which knows nothing of the destination."""
+        """Add to an error of the source, which knows nothing of the destination, how to continue; other errors stay as
+        they are."""
         if isinstance(e, (RemoteError, Unreadable)):
             e.add_note(self.resume_hint)
 
     def append_journal(self, entry: partial.JournalEntry) -> None:
-        """Append to the journal and make it durable. What it speaks of must be durable already."""
+        """Append an entry to the journal and make it durable. The bytes that it counts as done must be durable
+        already."""
         os.write(self._journal, (json.dumps(entry, separators=(",", ":")) + "\n").encode())
         os.fdatasync(self._journal)
 
     def open_file(self, name: str, pool: WriterPool, existing: bool) -> LocalFile:
-        """Open a file at its first byte."""
+        """Open a file of the destination at its first byte.
+
+        Args:
+            name: of the file, relative to the destination.
+            pool: the threads that write it.
+            existing: an earlier run has begun it: what is appended is compared with what is there, until
+                `start_writing`.
+        """
         return LocalFile(self.path(name), pool, existing)
 
     def share(self, files: Mapping[str, int]) -> SharedState:
-        """Create the files of a draft, {name: bytes}, for others to fill; what a `SharedTree` is made of."""
+        """Create files in their full size for several processes to fill, and return as plain data what a worker makes
+        its `SharedTree` of.
+
+        Args:
+            files: {name: bytes} of the files.
+        """
         parts = os.path.join(self.folder, "parts")
         if not os.path.isdir(parts):
             os.mkdir(parts)
@@ -223,28 +252,28 @@ class LocalDestination(ParallelDestination):
         }
 
     def stop_sharing(self) -> None:
-        """Refuse what workers write from here on: all is filled. A slow worker whose part another one has filled would
-        change files that are read back."""
+        """Refuse what workers write from here on, when all parts are filled: a slow worker whose part another one has
+        filled would change files that are read back."""
         self.append_journal({"done": self.earlier.done})  # the journal is another one than in their requests
 
     def find_missing_cells(
         self, sent: Mapping[str, Mapping[int, str]], sizes: Mapping[str, int]
     ) -> list[tuple[str, int]]:
-        """Nothing is sent."""
+        """Return []: on a disk nothing is sent."""
         return []
 
     @property
     def has_earlier_parts(self) -> bool:
-        """Whether an earlier run of several workers left something to continue from."""
+        """Return whether an earlier run of several workers left something to continue from."""
         return bool(self.filled_parts)
 
     @property
     def filled_parts(self) -> dict[int, PartResult]:
-        """What is filled: {number of a part: what its worker said of it}."""
+        """Return {number of a part: what its worker recorded of it} for the parts of this plan that are filled."""
         return read_filled_parts(self.folder, self.plan)
 
     def write_file(self, name: str, data: bytes) -> None:
-        """Write a whole file that is no part of the draft, and make it durable."""
+        """Write a whole file that is none of those planned from the index (`Draft`), and make it durable."""
         with open(self.path(name), "wb") as f:
             ensure_owner_mode(f.fileno(), 0o600)
             f.write(data)
@@ -252,7 +281,8 @@ class LocalDestination(ParallelDestination):
             os.fsync(f.fileno())
 
     def path(self, name: str) -> str:
-        """Return where a file of the destination is built, and create the folders above it."""
+        """Return the path at which a file of the destination is built, and create the folders above it; `name` is
+        relative to the destination."""
         path = os.path.join(self.tree, name)
         folder = os.path.dirname(path)
         if folder != self.tree and not os.path.isdir(folder):
@@ -266,6 +296,8 @@ class LocalDestination(ParallelDestination):
 
         Raises:
             CkpttoolError: the destination is as it was, or (`in_place`) the new one, and the message says which.
+            DestinationExists: somebody has put something there meanwhile.
+            Unsafe: somebody has exchanged the folder in which it was built.
         """
         for folder, _, _ in os.walk(self.tree):
             sync_folder(folder)
@@ -302,8 +334,13 @@ class LocalDestination(ParallelDestination):
     _replaced = False
 
     def _rename(self) -> None:
-        """Give what was built the target's name; what had that name goes into the partial folder, or away if it was a
-        file."""
+        """Give what was built the target's name. A folder that had that name is moved into the partial folder; a file
+        is replaced.
+
+        Raises:
+            DestinationExists: somebody has created the target meanwhile.
+            OSError: it could not be renamed.
+        """
         built = os.path.join("tree", self.name) if self.is_file else "tree"
         st = os.stat(built, dir_fd=self._folder, follow_symlinks=False)
         self._built = (st.st_dev, st.st_ino)
@@ -318,8 +355,16 @@ class LocalDestination(ParallelDestination):
         note_change(f"The new checkpoint is in place at {self.target} and complete.")
 
     def _rename_twice(self, built: str) -> None:
-        """Replace the target where two names cannot be exchanged. For an instant there is no destination; whatever ends
-        us then (an error here, a kill by the next run) has the old one put back."""
+        """Replace the target where two names cannot be exchanged; for an instant there is no destination. If this
+        fails, the old one is put back here, or by the next run where this process was killed.
+
+        Args:
+            built: what becomes the target, by a path relative to the partial folder.
+
+        Raises:
+            OSError: it could not be renamed; the old destination is in its place.
+            CkpttoolError: nor could the old destination be put back; the message says where it is.
+        """
         old = os.path.join(self.folder, "old")
         try:
             os.rename(self.target, old)
@@ -336,7 +381,7 @@ class LocalDestination(ParallelDestination):
             raise
 
     def _remove_folder(self) -> None:
-        """Remove the partial folder, and say what is left of it."""
+        """Remove the partial folder; what could not be removed is added to `messages`."""
         self._close_files()  # on NFS an open file is renamed, not removed
         if left := partial.remove(self.folder, self.target):
             self.messages.append(left)
@@ -365,7 +410,12 @@ class LocalDestination(ParallelDestination):
 
 
 def check_free_space(folder: str, need_bytes: int, have: int = 0) -> int:
-    """Return the free bytes of a file system if what is to be written there fits; `have` bytes of it are there already.
+    """Return the free bytes of the file system that a folder is on, if what is to be written there fits.
+
+    Args:
+        folder: an existing one.
+        need_bytes: that will be written in all.
+        have: how many of them are on the disk already.
 
     Raises:
         NoSpace: it does not fit.
@@ -380,10 +430,16 @@ def check_free_space(folder: str, need_bytes: int, have: int = 0) -> int:
 
 
 def refuse_target(target: str, is_file: bool, force: bool) -> None:
-    """Refuse a destination that nothing may be written to, before any work is done.
+    """Refuse a destination that nothing may be written to; nothing is changed.
+
+    Args:
+        target: absolute path of the destination.
+        is_file: a file is to be written there, not a folder.
+        force: what is there may be replaced, if it is of the same kind.
 
     Raises:
-        DestinationExists: something is there that is not to be replaced. UsageError: its folder is missing.
+        DestinationExists: something is there that is not to be replaced.
+        UsageError: its folder is missing, or the path cannot be looked at.
     """
     folder = os.path.dirname(target)
     if not os.path.isdir(folder):
@@ -424,7 +480,7 @@ _KINDS = {
 
 
 def _list_files(folder: str) -> list[os.DirEntry[str]]:
-    """Return all files below a folder, at any depth."""
+    """Return the directory entries of all files below a folder, at any depth."""
     out: list[os.DirEntry[str]] = []
     with os.scandir(folder) as entries:
         for e in entries:

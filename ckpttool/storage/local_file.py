@@ -34,7 +34,7 @@ def sync_folder(path: str) -> None:
 
 
 def write_all_at(fd: int, data: bytes | memoryview, offset: int) -> None:
-    """Write all of the data at an offset, however many system calls it takes.
+    """Write all of the data to a descriptor at an offset in bytes, however many system calls it takes.
 
     Raises:
         OSError: one of them failed.
@@ -63,7 +63,11 @@ class WriterPool:
         self.holders: OrderedDict[LocalFile, None] = OrderedDict()  # files that hold a buffer, idle longest first
 
     def acquire(self, out: LocalFile) -> memoryview:
-        """Return a free buffer for a file; when all are held, the file that was idle longest gives its own up."""
+        """Return a free buffer for a file; when all are held, the file that was idle longest gives its own up.
+
+        Raises:
+            CkpttoolError: an earlier write failed, with the reason.
+        """
         if self.spare == 0:
             idle = next(iter(self.holders))
             idle.release_buffer()
@@ -74,7 +78,12 @@ class WriterPool:
         return buffer
 
     def submit(self, out: LocalFile, buffer: memoryview, n: int, offset: int) -> None:
-        """Write buffer[:n] at an offset of a file and give the buffer back."""
+        """Have a thread write buffer[:n] at byte `offset` of a file and give the buffer back; waits while too many
+        writes are under way.
+
+        Raises:
+            CkpttoolError: an earlier write failed, with the reason.
+        """
         self.holders.pop(out, None)
         self.spare += 1
         while len(self.pending) >= self.most_pending:
@@ -82,19 +91,20 @@ class WriterPool:
         self.pending.append(self.pool.submit(self._write, out, buffer, n, offset))
 
     def _write(self, out: LocalFile, buffer: memoryview, n: int, offset: int) -> None:
-        """Write a buffer and give it back, whether the write succeeds or not."""
+        """Write buffer[:n] at byte `offset` of a file, and give the buffer back to the pool, whether the write succeeds
+        or not."""
         try:
             out.pwrite(buffer[:n], offset)
         finally:
             self.buffers.free.put(buffer)
 
     def check(self) -> None:
-        """Raise what a finished write has raised."""
+        """Raise the error of a write that has ended, if there is one; does not wait."""
         while self.pending and self.pending[0].done():
             self.pending.pop(0).result()
 
     def drain(self) -> None:
-        """Wait for every write."""
+        """Wait for every write that was submitted, and raise the error of the first that failed."""
         while self.pending:
             self.pending.pop(0).result()
 
@@ -132,21 +142,24 @@ class LocalFile(DestinationFile):
             raise
 
     def read_earlier(self, offset: int, length: int) -> bytes:
-        """Return what an earlier run wrote there; fewer bytes where it did not."""
+        """Return the `length` bytes from `offset` on that an earlier run wrote; fewer where it did not. Only before
+        `start_writing`."""
         return os.pread(self.there, length, offset)
 
     def skip(self, data: bytes | memoryview) -> None:
-        """Pass over the next bytes; before `start_writing` they are there already, and the read-back proves them."""
+        """Pass over the next bytes. Before `start_writing` they are on the disk already, and are checked by the
+        read-back; afterwards they are appended."""
         if self.there < 0:
             self.append(data)
         else:
             self.at += len(data)
 
     def start_writing(self) -> None:
-        """Write from here on, instead of comparing with what is there.
+        """Write from the next byte on, instead of comparing with what an earlier run wrote; does nothing where that is
+        the case already.
 
         Raises:
-            Altered: the file ends before.
+            Altered: the file that is there ends before.
         """
         if self.there < 0:
             return
@@ -158,7 +171,12 @@ class LocalFile(DestinationFile):
         self.there = -1
 
     def append(self, data: bytes | memoryview) -> None:
-        """Append bytes; before `start_writing`, compare them with what is there and raise Altered if they differ."""
+        """Append bytes; before `start_writing`, compare them with what an earlier run wrote.
+
+        Raises:
+            Altered: other bytes are there.
+            CkpttoolError: an earlier write failed, with the reason.
+        """
         if self.there >= 0:
             if self.read_earlier(self.at, len(data)) != data:
                 raise Altered(self.path)
@@ -185,7 +203,8 @@ class LocalFile(DestinationFile):
                 self.release_buffer()
 
     def release_buffer(self) -> None:
-        """Hand the whole pages to the writer and give the buffer up; what is after them is kept in `tail`."""
+        """Hand the whole pages (of 4096 bytes) in the buffer to the writer threads and give the buffer up; the bytes
+        after them are kept in `tail`."""
         if self.buffer is None:
             if len(self.tail) < ALIGN:
                 return
@@ -209,7 +228,12 @@ class LocalFile(DestinationFile):
             self.writer.submit(self, buffer, n, self.base)
 
     def pwrite(self, data: memoryview, offset: int) -> None:
-        """Write all of the data at an offset, through the page cache if the file system refuses direct writes."""
+        """Write all of the data at an offset in bytes, through the page cache if the file system refuses direct writes;
+        called by the writer threads.
+
+        Raises:
+            CkpttoolError: it cannot be written; `NoSpace` or `NotPermitted` where that is why.
+        """
         done = 0
         while done < len(data):
             fd = self.fd
@@ -221,8 +245,8 @@ class LocalFile(DestinationFile):
                 raise write_error(e, self.path) from e
 
     def _reopen_cached(self, fd: int) -> bool:
-        """Open another descriptor after the file system refused a direct write; returns whether there is now another
-        one to write to."""
+        """Open the file without O_DIRECT after the file system refused a direct write to `fd`; returns whether there is
+        now another descriptor to write to."""
         with self.writer.lock:
             if self.fd == fd and self.direct:
                 self.direct = False
@@ -231,18 +255,26 @@ class LocalFile(DestinationFile):
             return self.fd != fd
 
     def sync(self) -> None:
-        """Make durable what was written; all writes must have ended."""
+        """Make durable what was written. The caller must have waited for all writes.
+
+        Raises:
+            CkpttoolError: the system could not.
+        """
         try:
             os.fdatasync(self.fd)
         except OSError as e:
             raise write_error(e, self.path) from e
 
     def end(self) -> None:
-        """Flush: the last byte was appended."""
+        """Hand the last bytes to the writer threads: nothing more will be appended."""
         self.flush()
 
     def finish(self) -> None:
-        """Cut the padding off and make the file durable. All writes must have ended."""
+        """Cut off the padding of the last page and make the file durable. The caller must have waited for all writes.
+
+        Raises:
+            CkpttoolError: the system could not.
+        """
         try:
             os.ftruncate(self.fd, self.at)
             os.fsync(self.fd)

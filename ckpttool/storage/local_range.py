@@ -43,7 +43,8 @@ class LocalRange(LocalFile):
         self.cached = os.open(path, flags) if self.direct else self.fd
 
     def append(self, data: bytes | memoryview) -> None:
-        """Append bytes; those on the page that the range before ends on are written through the cache."""
+        """Append the next bytes of the range; those on the page that the range before ends on are written through the
+        cache."""
         view = memoryview(data)
         if self.at < self.base:  # on the page that the range before ends on
             k = min(self.base - self.at, len(view))
@@ -54,7 +55,7 @@ class LocalRange(LocalFile):
             super().append(view)
 
     def skip_to(self, to: int) -> None:
-        """Advance to offset `to` with zeros; others write these bytes later."""
+        """Advance to byte `to` of the file by writing zeros; others write these bytes later."""
         while self.at < to:
             self.append(memoryview(_ZEROS)[: to - self.at])
 
@@ -67,11 +68,13 @@ class LocalRange(LocalFile):
             self._write_shared_page(memoryview(self.tail), self.base)
 
     def pwrite(self, data: memoryview, offset: int) -> None:
+        """Write data at an offset of the file, unless `may_write` raises; called by the writer threads."""
         self.may_write()
         super().pwrite(data, offset)
 
     def _write_shared_page(self, data: memoryview, offset: int) -> None:
-        """Write bytes of a page that another range shares, or hand them to the coordinator (`fringes`)."""
+        """Write bytes at an offset of the file, on a page that another range shares; where `fringes` is a list, add
+        them to it for the coordinator instead."""
         if self.fringes is not None:
             self.fringes.append((offset, bytes(data)))
             return
@@ -82,11 +85,13 @@ class LocalRange(LocalFile):
             raise write_error(e, self.path) from e
 
     def sync(self) -> None:
+        """Make durable what was written, also through the cache. The caller must have waited for all writes."""
         super().sync()
         if self.cached != self.fd:
             os.fdatasync(self.cached)
 
     def close(self) -> None:
+        """Close the descriptors."""
         if self.cached not in (self.fd, self.old_fd, -1):
             os.close(self.cached)
         self.cached = -1

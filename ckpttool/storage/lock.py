@@ -21,8 +21,13 @@ __all__ = ["describe_user", "ensure_owner_mode", "is_our_uid", "open_lock", "tak
 
 
 def is_our_uid(uid: int, where: str) -> bool:
-    """Return whether files of this owner are ours: on some file systems (NFS that squashes root, SMB) what we create
-    belongs to another number than our own."""
+    """Return whether files with this owner are ours. On some file systems (NFS that squashes root, SMB) what we create
+    belongs to another user than the one we run as, so a file is created and looked at.
+
+    Args:
+        uid: number of the owner.
+        where: a folder on the same file system, in which a nameless file can be created.
+    """
     if uid == os.geteuid():
         return True
     try:
@@ -33,7 +38,7 @@ def is_our_uid(uid: int, where: str) -> bool:
 
 
 def describe_user(uid: int) -> str:
-    """Return "user NAME", or the number where it has no name."""
+    """Return "user NAME", or "user NUMBER" where the user has no name."""
     import pwd
 
     try:
@@ -43,17 +48,26 @@ def describe_user(uid: int) -> str:
 
 
 def ensure_owner_mode(path: str | int, owner: int) -> None:
-    """Give the owner the permissions `owner` for what was just created, where the umask has taken them away."""
+    """Add permissions of the owner to what was just created, where the umask has taken them away.
+
+    Args:
+        path: of the file or folder, or a descriptor.
+        owner: bits of the mode that it shall have, such as 0o700.
+    """
     mode = os.stat(path).st_mode
     if mode & owner != owner:
         os.chmod(path, stat.S_IMODE(mode) | owner)
 
 
 def take_lock(leftovers: LeftoverFiles) -> int:
-    """Create and lock the lock file of a destination; returns its descriptor.
+    """Create the lock file of a destination, lock it, and return its descriptor, which `unlock` takes.
+
+    Args:
+        leftovers: the names of what is kept next to the destination.
 
     Raises:
         Locked: another run holds it, or the lock file is not ours.
+        OSError: it cannot be created.
     """
     while True:
         fd = open_lock(leftovers, os.O_CREAT)
@@ -90,7 +104,14 @@ os.register_at_fork(after_in_child=_leave_to_parent)
 
 
 def try_lock(leftovers: LeftoverFiles, fd: int) -> None:
-    """Lock a descriptor without waiting; close it and raise Locked if another process holds it."""
+    """Lock the descriptor of a lock file without waiting; it is closed if that fails.
+
+    Args:
+        leftovers: the names of what is kept next to the destination, for the message.
+
+    Raises:
+        Locked: another process holds it.
+    """
     import fcntl
 
     try:
@@ -104,10 +125,15 @@ def try_lock(leftovers: LeftoverFiles, fd: int) -> None:
 
 
 def open_lock(leftovers: LeftoverFiles, create: int) -> int:
-    """Open the lock file, which must be ours; with O_CREAT it is made where it is missing. Returns the descriptor.
+    """Open the lock file of a destination, which must be ours, and return its descriptor; it is not locked yet.
+
+    Args:
+        leftovers: the names of what is kept next to the destination.
+        create: os.O_CREAT to create it where it is missing; 0 not to.
 
     Raises:
-        FileNotFoundError: it is missing.
+        FileNotFoundError: it is missing and `create` is 0.
+        Locked: it is a link or a special file, or belongs to somebody else.
     """
     flags = os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
     while True:
@@ -137,7 +163,11 @@ def open_lock(leftovers: LeftoverFiles, create: int) -> int:
 
 
 def _refuse_lock(leftovers: LeftoverFiles, st: os.stat_result) -> None:
-    """Raise Locked if a lock file is not a regular file of ours."""
+    """Refuse a lock file, by what `os.stat` says of it, that is not a regular file of ours.
+
+    Raises:
+        Locked: with why.
+    """
     why = None
     if not stat.S_ISREG(st.st_mode) or st.st_nlink > 1:
         why = "is not a lock that ckpttool made (a link or a special file)"
@@ -148,7 +178,8 @@ def _refuse_lock(leftovers: LeftoverFiles, st: os.stat_result) -> None:
 
 
 def unlock(leftovers: LeftoverFiles, fd: int) -> None:
-    """Remove the lock file and let go of it. In a forked child this does nothing."""
+    """Remove the lock file of a destination and let go of it; `fd` is what `take_lock` returned. In a forked child this
+    does nothing."""
     if fd not in _held:
         return
     _held.remove(fd)

@@ -33,7 +33,7 @@ class ObjectFile(DestinationFile):
         self.path, self._send, self._end, self.at = path, send, end, 0
 
     def append(self, data: bytes | memoryview) -> None:
-        """Send the next bytes."""
+        """Hand the next bytes to the upload, which sends them when a part is full."""
         self._send(data)
         self.at += len(data)
 
@@ -60,15 +60,17 @@ class _UploadDestination(ParallelDestination):
 
     @property
     def parallel(self) -> ParallelDestination | None:
+        """Return this destination if the store lets several processes send its parts; otherwise None."""
         return self if self.upload.sharable else None
 
     @property
     def in_place(self) -> bool:
+        """Return whether the store shows what was sent as complete."""
         return self._committed
 
     @property
     def state_after_error(self) -> str:
-        """What an error left at the destination."""
+        """Return a sentence that says what is at the destination after an error."""
         return (
             f"{self.location} is in place, whole, and was not read back."
             if self.in_place
@@ -77,7 +79,7 @@ class _UploadDestination(ParallelDestination):
 
     @property
     def resume_hint(self) -> str:
-        """What is there after an interruption, and what to do."""
+        """Return sentences that say what is there after an interruption, and what to do."""
         if self.in_place:
             return self.state_after_error
         if self.shared:
@@ -95,7 +97,8 @@ class _UploadDestination(ParallelDestination):
         self.release()
 
     def add_hint(self, e: CkpttoolError) -> None:
-        """Say that the new checkpoint is in place although its read-back failed, or how to continue."""
+        """Add a note to an error: that the new checkpoint is in place although its read-back failed, or how to
+        continue."""
         if self.in_place:
             e.add_note(self.state_after_error)
         elif self.shared and e.keeps_work:
@@ -106,17 +109,17 @@ class _UploadDestination(ParallelDestination):
 
     @property
     def filled_parts(self) -> dict[int, PartResult]:
-        """Nothing: the store itself lists what it has."""
+        """Return {}: the store itself lists what it has."""
         return {}
 
     @property
     def has_earlier_parts(self) -> bool:
-        """Whether an earlier run left parts to continue from."""
+        """Return whether an earlier run left parts to continue from."""
         return self.upload.sharable and self.upload.has_earlier_parts
 
     def share(self, files: Mapping[str, int]) -> SharedState:
-        """Begin the uploads of these files, or continue those of an earlier run; returns what `SharedObjects` is made
-        of."""
+        """Begin the uploads of these files ({name: bytes}), or continue those of an earlier run, and return as plain
+        data what a worker makes its `SharedObjects` of."""
         raise NotImplementedError
 
     def stop_sharing(self) -> None:
@@ -125,8 +128,12 @@ class _UploadDestination(ParallelDestination):
     def find_missing_cells(
         self, sent: Mapping[str, Mapping[int, str]], sizes: Mapping[str, int]
     ) -> list[tuple[str, int]]:
-        """(file, cell) of what the store does not list as it was sent, {file: {cell: ETag}}; all the rest is ready to
-        be completed.
+        """Return [(file, number of a cell)] for the cells, pieces of `part_bytes`, that the store does not list as they
+        were sent; all the rest is then ready to be completed.
+
+        Args:
+            sent: {file: {number of a cell: ETag that the store answered}}.
+            sizes: {file: bytes}.
 
         Raises:
             RemoteError: the store fails, or another run aborted or completed an upload.
@@ -146,13 +153,18 @@ class _UploadDestination(ParallelDestination):
         """Do nothing: an earlier run leaves nothing that this one uses."""
 
     def commit(self) -> None:
-        """Make visible what was sent, whole."""
+        """Make visible what was sent, whole.
+
+        Raises:
+            DestinationExists: the object, or a file there, was created meanwhile.
+            RemoteError: the store fails.
+        """
         self.upload.commit()
         self._committed = True
         note_change(self.state_after_error)
 
     def abandon(self) -> None:
-        """Remove what was sent."""
+        """Remove what was sent and is not visible yet. Never raises."""
         self.upload.abort()
 
     def release(self) -> None:
@@ -179,7 +191,12 @@ class ObjectDestination(_UploadDestination):
             )
 
     def share(self, files: Mapping[str, int]) -> SharedState:
-        """Begin the upload, or continue that of an earlier run."""
+        """Begin the upload of the one file, {name: bytes}, or continue that of an earlier run, and return what a worker
+        makes its `SharedObjects` of.
+
+        Raises:
+            RemoteError: the store fails.
+        """
         begun = self.has_earlier_parts
         (name,) = files
         up = self.upload.share()
@@ -192,7 +209,7 @@ class ObjectDestination(_UploadDestination):
         }
 
     def open_file(self, name: str, pool: WriterPool, existing: bool) -> ObjectFile:
-        """Return the file, whose bytes become the object."""
+        """Return the file whose bytes become the object; its name, `pool` and `existing` play no part."""
         return ObjectFile(self.location, self.upload.append)
 
     def write_file(self, name: str, data: bytes) -> None:
@@ -217,7 +234,12 @@ class PrefixDestination(_UploadDestination):
         )
 
     def share(self, files: Mapping[str, int]) -> SharedState:
-        """Begin the uploads, or continue those of an earlier run."""
+        """Begin the uploads of these files, {name: bytes}, or continue those of an earlier run, and return what a
+        worker makes its `SharedObjects` of.
+
+        Raises:
+            RemoteError: the store fails.
+        """
         begun = self.has_earlier_parts
         self.upload.share(files)
         self.shared = self.upload.shared
@@ -225,12 +247,12 @@ class PrefixDestination(_UploadDestination):
         return {"part_bytes": self.part_bytes, "on_disk": self.upload.on_disk, "earlier": begun, "objects": objects}
 
     def release(self) -> None:
-        """Stop sending; what several workers have sent is kept."""
+        """Stop sending. What several workers have sent is kept; what this process has sent alone is removed."""
         self.upload.abort(keep_shared=True)
 
     @property
     def resume_hint(self) -> str:
-        """What is there after an interruption, and what to do."""
+        """Return sentences that say what is there after an interruption, and what to do."""
         if self.in_place or not self.upload.showing:
             return super().resume_hint
         return (
@@ -239,18 +261,19 @@ class PrefixDestination(_UploadDestination):
         )
 
     def open_file(self, name: str, pool: WriterPool, existing: bool) -> ObjectFile:
-        """Return a file, whose bytes become an object below the prefix."""
+        """Return a file whose bytes become the object `name` below the prefix; `pool` and `existing` play no part."""
         return ObjectFile(
             f"{self.location}/{name}", lambda data: self.upload.append(name, data), lambda: self.upload.flush(name)
         )
 
     def write_file(self, name: str, data: bytes) -> None:
-        """Send a file that is no part of the draft."""
+        """Send a whole file that is none of those planned from the index (`Draft`); it is visible after `commit`."""
         self.upload.append(name, data)
 
 
 def _max_open_files(draft: Draft) -> int:
-    """Return the largest number of files of a draft that are written to at the same time."""
+    """Return the largest number of files of a draft that are written to at the same time, if its tensors are written in
+    order."""
     first: dict[int, int] = {}
     last: dict[int, int] = {}
     for k, (name, entry) in enumerate(draft.checkpoint.tensors.items()):

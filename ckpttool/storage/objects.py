@@ -56,17 +56,24 @@ class S3Object:
             raise UsageError(f"{redact_url(url)} names a bucket; give an object in it.")
 
     def request(self, method: str, *, read_body: bool = False, **kwargs: Any) -> S3Answer:
-        """Send a request of S3's API, with retries, and return its answer; with `read_body`, the Body of the answer is
-        read.
+        """Send a request of S3's API for this object's bucket, with retries, and return its answer as botocore parses
+        it.
+
+        Args:
+            method: of botocore's client, such as "head_object".
+            read_body: replace the stream "Body" of the answer by its bytes.
+            kwargs: arguments of the method, except Bucket.
 
         Raises:
-            RemoteError: or one of its subclasses in retries.py.
+            RemoteError: or one of its subclasses in retries.py (NotFound, Denied, ConditionFailed, BadRange).
         """
         from fsspec.asyn import sync
 
         body = kwargs.get("Body")
 
         async def call() -> S3Answer:
+            """Send the request once, in fsspec's event loop, and return its answer; what is sent begins at the first
+            byte of the body again."""
             await self.fs.set_session()
             client = await self.fs.get_s3(self.bucket)
             if body is not None:
@@ -82,8 +89,12 @@ class S3Object:
         return with_retries(self.url, lambda: sync(self.fs.loop, call), writes=method in _WRITES)
 
     def pages(self, method: str, following: Mapping[str, str], **kwargs: Any) -> Iterator[S3Answer]:
-        """Yield the answers to a request that lists; `following` {argument for the next page: the name of its value in
-        an answer}.
+        """Yield the answers to a request that lists something, page by page.
+
+        Args:
+            method: of botocore's client, such as "list_parts".
+            following: {argument for the next page: the key of an answer that has its value}.
+            kwargs: further arguments of the method, except Bucket.
 
         Raises:
             RemoteError: or one of its subclasses in retries.py; the listing has no end.
@@ -95,8 +106,13 @@ class S3Object:
         )
 
     def list_unfinished_uploads(self, prefix: str, ours: Callable[[str], bool]) -> list[tuple[str, str]]:
-        """Return (key, id) of uploads that were never finished, of keys with that prefix that are `ours`; none if the
-        store does not allow listing them."""
+        """Return [(key, id)] of the uploads in this bucket that were begun and never completed; [] if the store fails
+        or does not allow listing them.
+
+        Args:
+            prefix: what their keys begin with.
+            ours: tells by its key whether an upload is to be listed.
+        """
         found: list[tuple[str, str]] = []
         following = {"KeyMarker": "NextKeyMarker", "UploadIdMarker": "NextUploadIdMarker"}
         try:
@@ -107,19 +123,30 @@ class S3Object:
         return found
 
     def put_part(self, upload: str, number: int, body: IO[bytes]) -> S3Answer:
-        """Send a part of an upload; returns what completes the upload with this part.
+        """Send a part of an upload, and return its number, ETag and checksums, which complete the upload later.
+
+        Args:
+            upload: id of the upload.
+            number: of the part, from 1 on.
+            body: a file whose whole content is sent.
 
         Raises:
             NotFound: the upload was completed or aborted.
+            RemoteError: the store fails.
         """
         answer = self.request("upload_part", Key=self.key, UploadId=upload, PartNumber=number, Body=body)
         return _completed_part(number, answer, self.url)
 
     def list_parts(self, upload: str, key: str | None = None) -> dict[int, S3Answer]:
-        """Return the parts that the store has: {number: what completes an upload with this part, and its "Size"}.
+        """Return the parts of an upload that the store has: {number: its number, ETag, checksums and "Size" in bytes}.
+
+        Args:
+            upload: id of the upload.
+            key: of the object; None for this one.
 
         Raises:
             NotFound: the upload was completed or aborted.
+            RemoteError: the store fails.
         """
         out: dict[int, S3Answer] = {}
         for page in self.pages(
@@ -131,18 +158,23 @@ class S3Object:
         return out
 
     def has_parts(self, upload: str, key: str | None = None) -> bool:
-        """Return whether the store has parts of an upload; False if it does not say."""
+        """Return whether the store has parts of an upload (its id) to the object `key`, this one where None; False if
+        the store does not know the upload or does not allow looking."""
         try:
             return bool(self.list_parts(upload, key))
         except (NotFound, Denied):
             return False
 
     def abort(self, upload: str, key: str | None = None) -> None:
-        """Abort an upload, until the store lists no part of it: a part that was on its way may arrive after the first
-        time.
+        """Abort an upload, again until the store lists no part of it: a part that was on its way may arrive after the
+        first time. An upload that is gone already is no error.
+
+        Args:
+            upload: id of the upload.
+            key: of the object; None for this one.
 
         Raises:
-            RemoteError: the store still lists parts.
+            RemoteError: the store still lists parts, or fails.
         """
         key = key or self.key
         for k in range(POLICY.tries):
@@ -159,14 +191,18 @@ class S3Object:
         raise RemoteError(f"{self.url}: the store keeps parts of an upload that was aborted {POLICY.tries} times.")
 
     def head(self) -> S3Answer | None:
-        """Return the object's metadata; None if it does not exist."""
+        """Return the object's metadata, as S3 answers head_object; None if it does not exist.
+
+        Raises:
+            RemoteError: the store fails or does not allow it.
+        """
         try:
             return self.request("head_object", Key=self.key)
         except NotFound:
             return None
 
     def abort_uploads(self, left: Iterable[tuple[str, str]]) -> None:
-        """Abort these uploads (key, id), which an earlier run left; what cannot be aborted stays."""
+        """Abort uploads, [(key, id)], which an earlier run left; what cannot be aborted stays."""
         for key, upload in left:
             try:
                 self.abort(upload, key)
@@ -175,8 +211,17 @@ class S3Object:
 
 
 async def _watch_upload(asked: Awaitable[S3Answer], body: IO[bytes] | None, budget: RequestBudget) -> S3Answer:
-    """Wait for the answer to a request that sends something; raise if in one period nothing of the body was sent and no
-    answer came."""
+    """Return the answer to a request that sends something; cancel the request once nothing of its body was sent in a
+    whole period and no answer came.
+
+    Args:
+        asked: the request, which has not begun.
+        body: the file that is sent; None where nothing tells how far it is.
+        budget: gives the length of the period.
+
+    Raises:
+        Stalled: nothing was sent.
+    """
     import asyncio
 
     task, before = asyncio.ensure_future(asked), -1
@@ -192,13 +237,22 @@ async def _watch_upload(asked: Awaitable[S3Answer], body: IO[bytes] | None, budg
 
 
 def _completed_part(number: int, answer: Mapping[str, Any], url: str) -> S3Answer:
-    """Return what completes an upload with a part: its number, ETag and checksums."""
+    """Return what S3 wants to know of a part when the upload is completed: its number, ETag and checksums.
+
+    Args:
+        number: of the part, from 1 on.
+        answer: what the store says of the part.
+        url: of the object, for messages.
+
+    Raises:
+        RemoteError: the store gives no ETag.
+    """
     sums = {k: v for k, v in answer.items() if k.startswith("Checksum") and k != "ChecksumType"}
     return {"PartNumber": number, "ETag": required_value(answer, "ETag", url), **sums}
 
 
 def required_value(answer: Mapping[str, Any], name: str, url: str) -> Any:
-    """Return a value in an answer of S3.
+    """Return the value `name` of an answer of S3; `url` is for messages.
 
     Raises:
         RemoteError: the store does not give it.
@@ -209,19 +263,28 @@ def required_value(answer: Mapping[str, Any], name: str, url: str) -> Any:
 
 
 def s3_object(url: str) -> S3Object | None:
-    """Return the object at a URL if the store speaks S3; otherwise None."""
+    """Return the object at a URL if the store speaks S3; otherwise None. It need not exist.
+
+    Raises:
+        UsageError: the URL is of no known store, or names a bucket alone.
+    """
     fs, path, _ = filesystem_for(url)
     protocol = [fs.protocol] if isinstance(fs.protocol, str) else list(fs.protocol)
     return S3Object(fs, path, url) if "s3" in protocol else None
 
 
 def exists_error(url: str) -> DestinationExists:
-    """Return the error for an object that is already there."""
+    """Return the error for an object that is already there; it is not raised."""
     return DestinationExists(f"{url} exists. Choose another destination, or {argument('force', True)} to replace it.")
 
 
 def hide_object(url: str) -> None:
-    """Remove an object from sight; a bucket that keeps versions keeps those that were there."""
+    """Remove an object from sight; a bucket that keeps versions keeps those that were there. A missing object is no
+    error.
+
+    Raises:
+        RemoteError: the store fails or does not allow it.
+    """
     at = s3_object(url)
     if at is not None:
         at.request("delete_object", Key=at.key)
@@ -252,7 +315,7 @@ def remove_object(url: str) -> None:
 
 
 def _list_versions(at: S3Object) -> list[str]:
-    """Return the versions of the object and the marks of its deletion, the oldest first."""
+    """Return the ids of the object's versions and of the marks of its deletion, the oldest first."""
     found: list[S3Answer] = []
     following = {"KeyMarker": "NextKeyMarker", "VersionIdMarker": "NextVersionIdMarker"}
     for page in at.pages("list_object_versions", following, Prefix=at.key):
@@ -261,7 +324,8 @@ def _list_versions(at: S3Object) -> list[str]:
 
 
 def set_legal_hold(url: str, *, on: bool) -> bool:
-    """Put the object under a legal hold of the store, or end it; returns False if the store or bucket has none.
+    """Put the object under a legal hold of the store (`on`), or end it; returns False if the store or bucket has no
+    such thing.
 
     Raises:
         RemoteError: the store does not allow it, or fails.
@@ -281,7 +345,12 @@ def set_legal_hold(url: str, *, on: bool) -> bool:
 
 
 def get_with_token(url: str) -> tuple[bytes, str | None]:
-    """Return (bytes, token) of a small object; (b"", None) if it does not exist. `put_if_unchanged` takes the token."""
+    """Return (bytes of a small object, token that `put_if_unchanged` takes); (b"", None) if it does not exist. The
+    token is "" in a store that does not speak S3.
+
+    Raises:
+        RemoteError: the store fails.
+    """
     at = s3_object(url)
     try:
         if at is None:
@@ -294,12 +363,17 @@ def get_with_token(url: str) -> tuple[bytes, str | None]:
 
 
 def put_if_unchanged(url: str, data: bytes, token: str | None) -> bool:
-    """Write a small object if it is still the one that `get_with_token` saw; False if it is not.
+    """Write a small object if it is still the one that `get_with_token` saw, and return True; False if it is not.
 
     False may also mean that it was written and the answer was lost: look again before you write again.
 
+    Args:
+        data: the new bytes.
+        token: what `get_with_token` returned; None if there must be no such object.
+
     Raises:
         Unsupported: the store has no conditional writes; only S3 and its like do.
+        RemoteError: the store fails.
     """
     at = s3_object(url)
     if at is None:

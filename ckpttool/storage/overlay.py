@@ -70,17 +70,21 @@ class ComputedSource(OverlaySource):
         self._held: tuple[str, memoryview] = ("", memoryview(b""))
 
     def name_here(self, number: int, name: str) -> str:
-        """Return the path of a file of a further source; it cannot be read here."""
+        """Return the path of a file of `sources[number]`: its name where that is the first source, and otherwise a path
+        for messages, by which it cannot be read here."""
         return os.path.join(self.sources[number].root, name) if number else name
 
     def exists(self, name: str) -> bool:
+        """Return whether a file of that name is computed, or is in the first source."""
         return name in self.made or super().exists(name)
 
     def size(self, name: str) -> int:
+        """Return the bytes of a file, computed or not."""
         return self.made[name][0] if name in self.made else super().size(name)
 
     def readinto(self, name: str, offset: int, into: memoryview) -> None:
-        """Fill `into` from a file; a computed one is made whole, unless it was the last that was read."""
+        """Fill `into` with the bytes of a file from `offset` on. A computed file is made whole, unless it was the last
+        that was read."""
         if name not in self.made:
             super().readinto(name, offset, into)
             return
@@ -91,9 +95,11 @@ class ComputedSource(OverlaySource):
             into[:] = self._held[1][offset : offset + len(into)]
 
     def prefetch(self, ranges: Iterable[tuple[str, int, int]]) -> None:
+        """Announce ranges (name, offset, length) to the first source, except those of computed files."""
         self.inner.prefetch(r for r in ranges if r[0] not in self.made)
 
     def close(self) -> None:
+        """Drop the computed file that is in memory, and close all sources."""
         self._held = ("", memoryview(b""))
         super().close()
 
@@ -102,7 +108,7 @@ class ComputedSource(OverlaySource):
 
 
 def name_in_joined(name: str) -> str:
-    """Return the name that a file of the other checkpoint has in a `JoinedSource`."""
+    """Return the name that a file of the second checkpoint has in a `JoinedSource`."""
     return _OTHER + name
 
 
@@ -118,30 +124,37 @@ class JoinedSource(OverlaySource):
 
     @property
     def local_folder(self) -> str | None:
+        """Return None: no folder holds the files of both checkpoints."""
         return None
 
     def locate(self, name: str) -> tuple[Source, str]:
+        """Return (the source of the checkpoint that has a file, the file's name in that source)."""
         if len(self.sources) > 1 and name.startswith(_OTHER):
             return self.sources[1], name.removeprefix(_OTHER)
         return self.inner, name
 
     def name_here(self, number: int, name: str) -> str:
+        """Return the name in this source of a file of `sources[number]`: 0 is the first checkpoint, 1 the other."""
         return name_in_joined(name) if number else name
 
     def list(self, folder: str = "") -> list[str]:
+        """Return the sorted names in a folder of the first checkpoint."""
         return self.inner.list(folder)
 
     def size(self, name: str) -> int:
+        """Return the bytes of a file; `ENDLESS` of the file of zeros."""
         return ENDLESS if name == ZEROS else super().size(name)
 
     def readinto(self, name: str, offset: int, into: memoryview) -> None:
-        """Fill `into` from a file of either checkpoint, or with zeros."""
+        """Fill `into` with the bytes of a file of either checkpoint from `offset` on, or with zeros where the name is
+        `ZEROS`."""
         if name == ZEROS:
             into[:] = bytes(len(into))
         else:
             super().readinto(name, offset, into)
 
     def prefetch(self, ranges: Iterable[tuple[str, int, int]]) -> None:
+        """Announce ranges (name, offset, length) to the sources that have the files, except those of zeros."""
         super().prefetch(r for r in ranges if r[0] != ZEROS)
 
 
@@ -149,7 +162,8 @@ class JoinedSource(OverlaySource):
 
 
 def parent_of(source: Source) -> tuple[str, str]:
-    """Return (path of the folder above, name of the folder in it), with links resolved."""
+    """Return (path or URL of the folder above a source, name of the source's folder in it), with links resolved; the
+    path is "" where nothing is above it, as above a bucket."""
     root = os.path.realpath(source.root) if source.local else source.root
     parent, _, name = root.rstrip("/").rpartition("/")
     return ("" if parent.endswith("/") else parent), name
@@ -169,21 +183,30 @@ class SiblingsSource(OverlaySource):
 
     @property
     def sibling_names(self) -> frozenset[str]:
-        """The files of the folder above that appear under "../"."""
+        """Return the files of the folder above that appear under "../", by their names in that folder."""
         return self._names
 
     def locate(self, name: str) -> tuple[Source, str]:
+        """Return (the source that has a file, the file's name in that source); "../NAME" lies in the folder above if
+        NAME is one of the names that were given."""
         before, found, rest = name.partition("../")
         if not before and found and rest in self._names:
             return self.sources[1], rest
         return self.inner, name
 
     def name_here(self, number: int, name: str) -> str:
+        """Return the name in this source of a file of `sources[number]`: 0 is the folder, 1 the folder above."""
         return f"../{name}" if number else name
 
 
 def add_siblings(source: Source, names: Iterable[str]) -> Source:
-    """Return the source with files of the folder above under "../"; a patched one gets them below its patches."""
+    """Return a source that also has files of the folder above, as "../NAME". A `PatchedSource` is changed and returned
+    itself, so that its patches stay on top.
+
+    Args:
+        source: the folder that is read.
+        names: of the files, relative to the folder above.
+    """
     if source.patched is None:
         return SiblingsSource(source, names)
     source.patched.sources = (SiblingsSource(source.patched.inner, names),)
@@ -213,11 +236,11 @@ class Patch:
     made: tuple[tuple[int, bytes], ...] = ()
 
     def pieces(self, offset: int, length: int) -> Iterator[tuple[int, bytes | int]]:
-        """Yield the bytes [offset, offset + length) in order: (offset, literal bytes) or (offset, a number of bytes
-        that are on the disk).
+        """Yield the bytes [offset, offset + length) in order, as (offset, bytes that are made) or (offset, number of
+        bytes to be read from the disk).
 
         Raises:
-            LookupError: one of them is in a hole.
+            LookupError: one of them is in a hole; what lies before it was yielded.
         """
         end = offset + length
         if offset < self.present and offset < end:
@@ -233,7 +256,7 @@ class Patch:
             raise LookupError
 
     def has(self, offset: int, length: int) -> bool:
-        """Return whether all of these bytes are known."""
+        """Return whether all of the bytes [offset, offset + length) are known."""
         try:
             return length == 0 or bool(list(self.pieces(offset, length)))
         except LookupError:
@@ -264,14 +287,16 @@ class PatchedSource(OverlaySource):
 
     @property
     def patched(self) -> PatchedSource:
+        """Return this source."""
         return self
 
     @property
     def sibling_names(self) -> frozenset[str]:
+        """Return the files of the folder above that appear as "../NAME" in the source below the patches."""
         return self.inner.sibling_names
 
     def patch(self, name: str) -> Patch | None:
-        """Return how a file is patched; None if it is as on the disk."""
+        """Return how a file is patched; None if it is as on the disk, or missing there as well."""
         if name not in self.patches and not self.inner.exists(name):
             found = self._patch_missing(name)
             if found is not None:
@@ -279,21 +304,30 @@ class PatchedSource(OverlaySource):
         return self.patches.get(name)
 
     def list(self, folder: str = "") -> list[str]:
+        """Return the sorted names in a folder, with those of patched files that do not exist."""
         new = {n for n in self.patches if os.path.dirname(n) == folder}
         return sorted({*self.inner.list(folder), *(os.path.basename(n) for n in new)})
 
     def exists(self, name: str) -> bool:
+        """Return whether there is a file of that name, on the disk or as a patch."""
         return self.inner.exists(name) or self.patch(name) is not None
 
     def glance(self, name: str) -> tuple[bool, int | None]:
+        """Return (whether a name that `list` gave is a folder, bytes that the file should have or None if they are not
+        known)."""
         return (False, self.patches[name].size) if name in self.patches else self.inner.glance(name)
 
     def size(self, name: str) -> int:
+        """Return the bytes that a file should have."""
         found = self.patch(name)
         return self.inner.size(name) if found is None else found.size
 
     def readinto(self, name: str, offset: int, into: memoryview) -> None:
-        """Fill `into` from a file; raises LostBytes where a patched one has a hole."""
+        """Fill `into` with the bytes of a file from `offset` on, as they should be.
+
+        Raises:
+            LostBytes: some of them are in the hole of a patched file.
+        """
         found = self.patch(name)
         if found is None:
             self.inner.readinto(name, offset, into)
@@ -316,4 +350,5 @@ class PatchedSource(OverlaySource):
             raise lost from None
 
     def prefetch(self, ranges: Iterable[tuple[str, int, int]]) -> None:
+        """Announce ranges (name, offset, length), except those of patched files."""
         super().prefetch(r for r in ranges if self.patch(r[0]) is None)

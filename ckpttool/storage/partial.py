@@ -81,13 +81,13 @@ class LeftoverFiles:
         self.lock = os.path.join(self.parent, self.prefix + "lock")
 
     def folders(self) -> list[str]:
-        """Return the paths of everything that is named like a partial folder of this destination, sorted."""
+        """Return the paths of all partial folders of this destination, by their names alone, sorted."""
         found = (n for n in os.listdir(self.parent) if n.startswith(self.prefix))
         return [os.path.join(self.parent, n) for n in sorted(found) if (m := _SUFFIX.fullmatch(n)) and m["id"]]
 
 
 def _longest_name(parent: str) -> int:
-    """Return how many bytes a file name may have in a folder."""
+    """Return how many bytes a file name may have in a folder; 255 where the system does not say."""
     try:
         return os.pathconf(parent, "PC_NAME_MAX")
     except (OSError, ValueError, AttributeError):
@@ -95,7 +95,8 @@ def _longest_name(parent: str) -> int:
 
 
 def _shortened_name(name: str, most: int) -> str:
-    """Return the name, or its beginning and a hash where the names made of it would be too long."""
+    """Return the name of a destination as the names beside it contain it: whole, or its beginning and a hash where they
+    would get longer than `most` bytes."""
     room = most - len(f"..partial-{'0' * _ID}-99")
     raw = os.fsencode(name)
     if len(raw) <= room:
@@ -106,7 +107,7 @@ def _shortened_name(name: str, most: int) -> str:
 
 
 def clean_command(target: str) -> str:
-    """Return the command that removes what lies next to a destination."""
+    """Return the command line that removes what lies next to a destination."""
     return f"ckpttool clean {shlex.quote(target)}"
 
 
@@ -114,7 +115,8 @@ def clean_command(target: str) -> str:
 
 
 def why_foreign(path: str) -> str | None:
-    """Return why a partial folder is not ours to use or to remove, as the end of a sentence; None if it is ours."""
+    """Return why a partial folder, by its path, is not ours to use or to remove, as the end of a sentence about it;
+    None if it is ours."""
     st = os.lstat(path)
     if stat.S_ISLNK(st.st_mode):
         return "is a link"
@@ -134,8 +136,12 @@ def why_foreign(path: str) -> str | None:
 
 
 def is_continuable(folder: str) -> bool:
-    """Return whether nobody else could enter a partial folder of ours, and its journal and tree are plain files of
-    ours."""
+    """Return whether nobody else can have changed a partial folder: only we can enter it, and its journal, tree and
+    parts are plain files and folders of ours.
+
+    Raises:
+        OSError: its journal or tree is missing.
+    """
     if os.lstat(folder).st_mode & 0o077:
         return False
     todo = [
@@ -156,14 +162,26 @@ def is_continuable(folder: str) -> bool:
 
 
 def make_private_folder(folder: str) -> None:
-    """Create a folder that nobody else can enter, whatever the umask is."""
+    """Create a folder that nobody else can enter, whatever the umask is.
+
+    Raises:
+        FileExistsError: something has that name.
+    """
     os.mkdir(folder, 0o700)
     ensure_owner_mode(folder, 0o700)
 
 
 @contextmanager
 def _holding_lock(leftovers: LeftoverFiles, look_only: bool = False) -> Iterator[None]:
-    """Hold the lock of a destination; with `look_only`, neither create it where it is missing nor remove it."""
+    """While the block runs, hold the lock of a destination.
+
+    Args:
+        leftovers: the names of what is kept next to the destination.
+        look_only: neither create the lock file where it is missing (the block then runs without it) nor remove it.
+
+    Raises:
+        Locked: another run holds it.
+    """
     fd = -1
     if not look_only:
         fd = take_lock(leftovers)
@@ -196,7 +214,8 @@ class EarlierRun(NamedTuple):
 
 
 def read_journal(folder: str) -> list[JournalEntry]:
-    """Return the complete lines of the journal of a partial folder; [] if there is none."""
+    """Return the complete lines of the journal of a partial folder, as dicts; [] if there is none or it is
+    malformed."""
     try:
         fd = os.open(os.path.join(folder, "journal"), os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
         with open(fd, encoding="utf-8") as f:
@@ -210,8 +229,13 @@ def read_journal(folder: str) -> list[JournalEntry]:
 
 
 def parse_journal(entries: list[JournalEntry], plan: str) -> EarlierRun | None:
-    """Return what a journal says; None if it belongs to another plan, is malformed, or its tree may be the old
-    destination."""
+    """Return what a journal says of an earlier run; None if it is of another plan, malformed, or of a run that came to
+    its commit, so that its tree may be the old destination.
+
+    Args:
+        entries: the lines of the journal, the first of which names its plan.
+        plan: digest of the plan that this run carries out.
+    """
     if not entries or entries[0]["plan"] != plan or "committed" in entries[-1]:
         return None
     done, digests, sinks = 0, dict[str, str](), dict[int, dict[str, Any]]()
@@ -234,13 +258,16 @@ def parse_journal(entries: list[JournalEntry], plan: str) -> EarlierRun | None:
 
 
 def put_back(leftovers: LeftoverFiles, dry_run: bool = False) -> str | None:
-    """Rename an old destination back that was taken away when a run was interrupted between two renames; returns where
-    it was, None if nothing was to be done.
+    """Rename an old destination back that an interrupted run had taken away, and return the path where it was; None if
+    nothing was to be done. The lock must be held.
 
-    The lock must be held.
+    Args:
+        leftovers: the names of what is kept next to the destination.
+        dry_run: do not rename it.
 
     Raises:
         OSError: it could not be renamed.
+        DestinationExists: somebody has created the destination meanwhile.
     """
     for folder in leftovers.folders():
         old = os.path.join(folder, "old")
@@ -254,7 +281,7 @@ def put_back(leftovers: LeftoverFiles, dry_run: bool = False) -> str | None:
 
 
 def put_back_message(target: str, old: str) -> str:
-    """Return a sentence that says what `put_back` did."""
+    """Return a sentence that says that the old destination `target` was put back from the path `old`."""
     return (
         f"an earlier run was interrupted after it had taken the old {target} away and before the new one was in its "
         f"place; the old one was put back from {old}"
@@ -262,10 +289,12 @@ def put_back_message(target: str, old: str) -> str:
 
 
 def recover(target: str) -> list[str]:
-    """Do what `put_back` does, unless another run is writing; returns messages. A run does this before anything else.
+    """Put back an old destination that an interrupted run had taken away, unless another run is writing; returns
+    messages for people, [] if nothing was done. A run calls this before anything else.
 
     Raises:
-        UsageError: the name is too long. OSError: what is there could not be put back.
+        UsageError: the name is too long.
+        OSError: what is there could not be put back.
     """
     try:
         leftovers = LeftoverFiles(target)
@@ -281,7 +310,13 @@ def recover(target: str) -> list[str]:
 
 
 def remove(folder: str, target: str) -> str | None:
-    """Remove a partial folder of ours; returns what is left of it, and why, as a sentence, or None if nothing is."""
+    """Remove a partial folder of ours, and return None if it is gone, or a sentence that says what is left of it and
+    why. A folder that holds the old destination is kept while the destination is missing.
+
+    Args:
+        folder: path of the partial folder.
+        target: path of the destination.
+    """
     if os.path.lexists(os.path.join(folder, "old")) and not os.path.lexists(target):
         return (
             f"{folder} holds the old {target}, which is missing, and was kept; `{clean_command(target)}` puts it back"
@@ -289,7 +324,7 @@ def remove(folder: str, target: str) -> str | None:
     failed: list[str] = []
 
     def note(function: Any, path: str, what: Any) -> None:
-        """Collect an error of rmtree."""
+        """Collect an error of rmtree: the function that failed, its path, and what `sys.exc_info` gives."""
         failed.append(f"{path}: {what[1].strerror or what[1]}")
 
     shutil.rmtree(folder, onerror=note)
@@ -352,7 +387,8 @@ def clean(path: str | os.PathLike[str], *, dry_run: bool = False) -> Cleaned:
 
 
 def _leftovers_in(folder: str) -> list[LeftoverFiles]:
-    """Return the destinations in a folder next to which something is left."""
+    """Return, for each destination in a folder beside which something is left, the names of what is kept beside it. The
+    destination itself may be missing."""
     names: dict[str, str] = {}
     for entry in sorted(os.listdir(folder)):
         if entry.startswith(".") and (m := _SUFFIX.fullmatch(entry[1:])):
@@ -366,7 +402,13 @@ def _leftovers_in(folder: str) -> list[LeftoverFiles]:
 
 
 def _clean_leftovers(leftovers: LeftoverFiles, dry_run: bool, out: Cleaned) -> None:
-    """Clean what is left next to one destination, and add to `out` what was done."""
+    """Remove what is left next to one destination, and add to `out` what was done.
+
+    Args:
+        leftovers: the names of what is kept next to the destination.
+        dry_run: only add to `out` what would be done.
+        out: added to; what another run is using is added to its `kept`.
+    """
     folders = leftovers.folders()
     if not folders and not os.path.lexists(leftovers.lock):
         return
@@ -400,10 +442,17 @@ def _disk_bytes(folder: str) -> int:
 
 
 def rename_special(a: str, b: str, flags: int, a_folder: int = -100) -> bool:
-    """Call renameat2(2) with NOREPLACE (1) or EXCHANGE (2); returns False if the system or the file system has no such
-    thing.
+    """Call renameat2(2); returns False if the system or the file system has no such thing, and True if it was done.
 
-    `a_folder` is the descriptor of the folder that `a` is relative to.
+    Args:
+        a: path to rename.
+        b: its new path.
+        flags: 1 to rename only if nothing is at `b` (NOREPLACE), 2 to exchange the two (EXCHANGE).
+        a_folder: descriptor of the folder that `a` is relative to; by default (AT_FDCWD) the current one.
+
+    Raises:
+        DestinationExists: something is at `b`, with NOREPLACE.
+        OSError: it failed otherwise.
     """
     import ctypes
 

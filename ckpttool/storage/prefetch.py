@@ -51,12 +51,18 @@ class Prefetcher:
         self._lock = threading.Lock()
 
     def prefetch(self, ranges: Iterable[tuple[str, int, int]]) -> None:
-        """Announce ranges; those announced last are looked at first."""
+        """Announce ranges (name, offset, length) that will soon be read, in about this order; ranges announced by a
+        later call are looked at first. No request is sent yet."""
         with self._lock:
             self._coming.append((deque(), iter(ranges)))
 
     def take(self, name: str, offset: int, n: int) -> bytes | memoryview | None:
-        """Return the bytes of a range that was announced, or of a part of one; None for any other."""
+        """Return the `n` bytes of an object from `offset` on, if they are within a range that was announced; None for
+        any other. The first that is wanted fetches many that follow.
+
+        Raises:
+            Stalled: the server makes no progress.
+        """
         if n > self._sizes.range_bytes:
             return None  # what `stream.Reader` reads in many threads does not wait for each other here
         with self._lock:
@@ -66,7 +72,8 @@ class Prefetcher:
             return found
 
     def _find_kept(self, name: str, offset: int, n: int) -> memoryview | None:
-        """Return bytes that were fetched already; None if they are not all there."""
+        """Return the `n` bytes of an object from `offset` on, if all of them were fetched and are still kept; otherwise
+        None."""
         starts = self._starts.get(name, [])
         i = bisect_right(starts, offset) - 1
         if i < 0:
@@ -79,7 +86,8 @@ class Prefetcher:
         )
 
     def _fetch_around(self, name: str, offset: int, n: int) -> bool:
-        """Fetch the announced range that holds this one, and those that follow it; returns False if none holds it."""
+        """Fetch the announced range that has the `n` bytes of an object from `offset` on, and the announced ranges
+        after it; ranges before it are forgotten. Returns False if none has them."""
         for k in range(len(self._coming) - 1, -1, -1):
             waiting, more = self._coming[k]
             waiting.extend(islice(more, self._sizes.lookahead_ranges - len(waiting)))
@@ -95,7 +103,8 @@ class Prefetcher:
         return False
 
     def _fetch_next(self, waiting: deque[tuple[str, int, int]]) -> None:
-        """Fetch the next batch of waiting ranges, near ones with one request, many requests at a time."""
+        """Fetch the next batch of announced ranges, and remove them from `waiting`: ranges that are near each other
+        with one request, many requests at a time."""
         batch: list[tuple[str, int, int]] = []
         room = self._sizes.kept_bytes // 4
         while waiting and len(batch) < self._sizes.batch_ranges and (not batch or waiting[0][2] <= room):
@@ -120,7 +129,12 @@ class Prefetcher:
                     self._store(span[0], span[1], data)
 
     def _fetch_or_empty(self, span: list[Any]) -> bytes:
-        """Fetch a span (name, start, end); b"" after an error, which the read itself meets again and reports."""
+        """Return the bytes of a span [name, start, end]; b"" after an error, which the read itself meets again and
+        reports.
+
+        Raises:
+            Stalled: the server makes no progress.
+        """
         try:
             return self._fetch(span[0], span[1], span[2] - span[1])
         except Stalled:
@@ -129,7 +143,8 @@ class Prefetcher:
             return b""  # the read itself requests it again, and reports the error
 
     def _store(self, name: str, start: int, data: bytes) -> None:
-        """Keep fetched bytes, and drop the oldest ones beyond `kept_bytes`."""
+        """Keep the bytes of an object that were fetched from `start` on, and drop the oldest ones beyond
+        `kept_bytes`."""
         if (name, start) in self._kept:
             if len(self._kept[name, start]) >= len(data):
                 return

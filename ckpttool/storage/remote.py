@@ -58,10 +58,11 @@ _VERSION = (
 
 
 def filesystem_for(url: str) -> tuple[AbstractFileSystem, str, str]:
-    """Return (fsspec file system, path in it, query that every request carries) for a URL.
+    """Return (fsspec's file system, path in it, "?..." that every request of a web server carries or "") for a URL.
 
     Raises:
-        UsageError: no such kind of store, or its package is not installed.
+        UsageError: there is no such kind of store, or its package is not installed (MissingPackage).
+        RemoteError: a store that is asked at once does not answer.
     """
     scheme = scheme_of(url)
     if scheme is None or "::" in url:
@@ -103,8 +104,12 @@ def filesystem_for(url: str) -> tuple[AbstractFileSystem, str, str]:
 
 @cache
 def _bounding_options(scheme: str) -> dict[str, Any]:
-    """Return arguments that make a file system's clients keep to answer_limits.py. They are made once: fsspec tells
-    file systems apart by them."""
+    """Return arguments of fsspec's file system for a scheme ("s3") that bound its clients' answers (answer_limits.py);
+    {} where a store needs none. They are made once, since fsspec tells file systems apart by them.
+
+    Raises:
+        ImportError: the package of the store is not installed.
+    """
     if scheme in ("s3", "s3a"):
         if find_spec("s3fs") is None:
             raise ImportError("s3fs")
@@ -141,7 +146,11 @@ class RemoteSource(Source):
 
     def _pinned_prefix(self) -> str:
         """Return the path that all objects are below. On the Hub it names the commit that was first seen, so that all
-        reads are of one commit even if the branch moves on."""
+        reads are of one commit even if the branch moves on.
+
+        Raises:
+            RemoteError: the Hub fails.
+        """
         if not self._hub:
             return self._prefix
         with self._pin:
@@ -150,16 +159,25 @@ class RemoteSource(Source):
             return self._pinned
 
     def _object_path(self, name: str) -> str:
-        """Return the path of an object for fsspec; raises Unsafe if the name leads elsewhere."""
+        """Return the path of an object for fsspec.
+
+        Raises:
+            Unsafe: the name leads out of the URL.
+        """
         check_inside(name, self.root)
         return f"{self._pinned_prefix()}/{quote(name) if self._web else name}{self._query}"
 
     def _object_url(self, name: str) -> str:
-        """Return the URL of an object, or of the folder for "", for messages."""
+        """Return the URL of an object for messages; that of the whole source for ""."""
         return f"{self.root}/{name}" if name else self.root
 
     def _fetch_identity(self, name: str) -> Identity:
-        """Ask the store for the identity of an object; raises NotFound or RemoteError."""
+        """Ask the store for the identity of an object: (place, version, bytes, 0, 0).
+
+        Raises:
+            NotFound: there is no such object, or it is a folder.
+            RemoteError: the store fails, or does not tell the size.
+        """
         path = self._object_path(name)
         info: dict[str, Any] = with_retries(self._object_url(name), lambda: self._fs.info(path))
         if info.get("type") != "file":
@@ -175,8 +193,8 @@ class RemoteSource(Source):
         return found
 
     def _identity_of_info(self, name: str, info: dict[str, Any]) -> Identity | None:
-        """Return the identity in fsspec's info: hash of the URL, hash of the version that the store gives, size, 0, 0.
-        None if it is a folder or has no size."""
+        """Return the identity of an object by fsspec's `info` of it: (hash of its URL, hash of the version that the
+        store gives, bytes, 0, 0). None if it is a folder or its size is not known."""
         if info.get("type") != "file" or not isinstance(info.get("size"), int) or info["size"] < 0:
             return None
         if self._web and str(info.get("url", "")).partition("?")[0].endswith("/"):
@@ -185,8 +203,13 @@ class RemoteSource(Source):
         return _hash64(f"{self._prefix}/{name}{self._query}"), _hash64(version), info["size"], 0, 0
 
     def list(self, folder: str = "") -> list[str]:
-        """Return the sorted names of the objects and prefixes directly below the URL, or below one prefix under it; []
-        if there are none. The store is asked once for each."""
+        """Return the sorted names of the objects and prefixes directly below the URL ("") or below a prefix under it;
+        [] if there are none. The store is asked once for each.
+
+        Raises:
+            RemoteError: the store fails.
+            Unsafe: a name leads elsewhere.
+        """
         if folder not in self._listed:
             no_folder = folder in self._files or (folder and self._known_from_listing(folder) is not None)
             self._listed[folder] = {} if no_folder else self._fetch_listing(folder)
@@ -205,8 +228,13 @@ class RemoteSource(Source):
         return self._listed.get("/".join(parts[:-1]), {}).get(parts[-1])
 
     def _fetch_listing(self, folder: str) -> dict[str, Identity | None]:
-        """Ask the store what is in a folder: {name: its identity, None for folders and where the listing has no
-        version}."""
+        """Ask the store what is directly in a folder ("" for the whole source), and return {name: identity}, where the
+        identity is None for a folder and where the listing has no version; {} if there is no such folder.
+
+        Raises:
+            RemoteError: the store fails.
+            Unsafe: a name leads elsewhere.
+        """
         try:
             path = self._object_path(folder).removesuffix(self._query) if folder else self._pinned_prefix()
             found = list_entries(self._fs, path, self._query, self._object_url(folder))
@@ -223,7 +251,11 @@ class RemoteSource(Source):
         return out
 
     def exists(self, name: str) -> bool:
-        """Return whether there is an object of that name."""
+        """Return whether there is an object of that name; False also for a name that leads out of the URL.
+
+        Raises:
+            RemoteError: the store fails.
+        """
         if (known := self._known_from_listing(name)) is not None:
             return bool(known)
         try:
@@ -237,15 +269,18 @@ class RemoteSource(Source):
         return True
 
     def glance(self, name: str) -> tuple[bool, int | None]:
-        """Return (whether an entry of `list` is a folder, bytes of the object if the listing has them); sends no
-        request."""
+        """Return (whether a name that `list` gave is a folder, bytes of the object or None if the listing does not
+        tell); sends no request."""
         return name not in self._files, self._files.get(name)
 
     def size(self, name: str) -> int:
         """Return the bytes of an object.
 
         Raises:
-            Corrupt: it is missing. Unsafe: the name leads elsewhere. RemoteError: the store does not tell.
+            Corrupt: it is missing.
+            Unsafe: the name leads elsewhere.
+            SourceChanged: it is not the object that `expect` asks for.
+            RemoteError: the store does not tell.
         """
         if name not in self._identity:
             known = self._known_from_listing(name)
@@ -260,16 +295,18 @@ class RemoteSource(Source):
         return self._identity[name][2]
 
     def prefetch(self, ranges: Iterable[tuple[str, int, int]]) -> None:
-        """Announce ranges (name, offset, length) that will soon be read, in about this order: the first that is wanted
-        brings many that follow."""
+        """Announce ranges (name, offset, length) that will soon be read, in about this order; the first of them that is
+        read brings many that follow."""
         self._ahead.prefetch(ranges)
 
     def readinto(self, name: str, offset: int, into: memoryview) -> None:
-        """Fill `into` with the bytes from `offset` on; safe in many threads at once.
+        """Fill `into` with the bytes of an object from `offset` on; safe in many threads at once.
 
         Raises:
-            Corrupt: the object is missing or ends before. SourceChanged: it was replaced meanwhile. RemoteError: the
-                store fails.
+            Corrupt: the object is missing or ends before.
+            SourceChanged: it was replaced meanwhile.
+            RemoteError: the store fails.
+            UsageError: the source was closed.
         """
         if offset < 0 or offset + len(into) > self.size(name):
             raise Corrupt(
@@ -299,11 +336,18 @@ class RemoteSource(Source):
                 pass
 
     def _fetch_range(self, name: str, start: int, n: int) -> bytes:
-        """Fetch `n` bytes of an object from `start` on with one request, with retries."""
+        """Return `n` bytes of an object from byte `start` on; sends one request, with retries.
+
+        Raises:
+            SourceChanged: the object was replaced meanwhile.
+            RemoteError: the store fails.
+            UsageError: the source was closed.
+        """
         self._refuse_closed()
         path, how = self._object_path(name), {"cache_type": "none"} if self._hub else {}  # else 5 MiB are read ahead
 
         def once() -> bytes:
+            """Return the bytes that one request brings; EOFError if they are too few."""
             data: bytes
             if self._web:
                 data = _fetch_web_range(self._fs, path, start, start + n)
@@ -330,18 +374,21 @@ class RemoteSource(Source):
         return data
 
     def identities(self) -> dict[str, Identity]:
-        """Return (place, version, size, 0, 0) of every object looked at so far."""
+        """Return {name: (place, version, bytes, 0, 0)} of every object looked at so far."""
         return dict(self._identity)
 
     def has_versions(self) -> bool:
-        """Return whether the store gives versions, so that `assert_unchanged` proves something."""
+        """Return whether the store gives a version of every object looked at so far, so that `assert_unchanged` proves
+        something."""
         return all(identity[1] != _NO_VERSION for identity in self._identity.values())
 
     def assert_unchanged(self) -> None:
-        """Prove that no object was replaced since it was first looked at. A commit on the Hub does not change.
+        """Prove that no object was replaced since it was first looked at. A commit on the Hub does not change, so
+        nothing is asked there.
 
         Raises:
-            SourceChanged: with the object.
+            SourceChanged: an object was; with its name.
+            RemoteError: the store fails.
         """
         if self.commit is not None:
             return
@@ -364,7 +411,16 @@ class RemoteSource(Source):
                 pass
 
     def _check_same(self, names: Iterable[str], sure: bool = True) -> None:
-        """Raise SourceChanged if one of these objects has changed. If not `sure`, a request that fails is ignored."""
+        """Ask the store whether these objects are those that were first looked at.
+
+        Args:
+            names: of the objects.
+            sure: raise the error of a request that fails; otherwise that object is passed over.
+
+        Raises:
+            SourceChanged: one was replaced or removed.
+            RemoteError: the store fails, if `sure`.
+        """
         for name in names:
             try:
                 now = self._fetch_identity(name)
@@ -378,7 +434,7 @@ class RemoteSource(Source):
                 raise self._changed_error(name)
 
     def _changed_error(self, name: str) -> SourceChanged:
-        """Return the error for an object that was replaced."""
+        """Return the error for an object that was replaced; it is not raised."""
         return SourceChanged(f"{self._object_url(name)} changed while it was read. Wait until its writer has finished.")
 
     def close(self) -> None:
@@ -387,8 +443,16 @@ class RemoteSource(Source):
 
 
 def _pin_commit(fs: AbstractFileSystem, path: str) -> tuple[str, str | None]:
-    """Return (a path on the Hub with the commit in the place of its branch, that commit); (the path, None) if it names
-    no repository."""
+    """Return (a path on the Hub with the commit in the place of its branch, that commit); (the path itself, None) if it
+    names no repository.
+
+    Args:
+        fs: fsspec's file system of the Hub.
+        path: in it.
+
+    Raises:
+        RemoteError: the Hub's answer is no commit. Other errors are those of huggingface_hub.
+    """
     from huggingface_hub import HfApi, constants
 
     try:
@@ -407,10 +471,14 @@ def _pin_commit(fs: AbstractFileSystem, path: str) -> tuple[str, str | None]:
 
 
 def commit_of(found: Any, url: str) -> str:
-    """Return the commit that the Hub says a revision is.
+    """Return the commit of a revision, in hex.
+
+    Args:
+        found: what huggingface_hub's `repo_info` answered.
+        url: of the repository, for messages.
 
     Raises:
-        RemoteError: it is none.
+        RemoteError: the Hub's answer is no commit.
     """
     if not re.fullmatch(r"[0-9a-f]{40}|[0-9a-f]{64}", str(found.sha)):
         raise RemoteError(
@@ -431,7 +499,8 @@ _NO_VERSION = 0x141CFC9842C4B0E3  # _number("")
 
 
 def _fetch_web_range(fs: AbstractFileSystem, url: str, start: int, end: int) -> bytes:
-    """Fetch bytes [start, end) of the file at a web URL."""
+    """Return the bytes [start, end) of the file at a web URL, or what the server sends instead. Errors are those of
+    aiohttp and fsspec."""
     from fsspec.asyn import sync
 
     async def call() -> bytes:
@@ -447,5 +516,10 @@ def _fetch_web_range(fs: AbstractFileSystem, url: str, start: int, end: int) -> 
 
 
 def open_source(path: str) -> Source:
-    """Return a source for a folder, or for the objects below a URL."""
+    """Return a source for a folder, by its path, or for the objects below a URL.
+
+    Raises:
+        Corrupt: there is no such folder.
+        UsageError: the URL is of no known store.
+    """
     return RemoteSource(path) if is_url(path) else Source(path)

@@ -86,14 +86,17 @@ class Denied(RemoteError):
 
 
 def with_retries(url: str, call: Callable[[], T], *, writes: bool = False) -> T:
-    """Call something that sends a request, again after temporary failures, and return its result; answers are bounded
-    (answer_limits.py).
+    """Call something that sends requests, again after temporary failures, and return its result. What the server
+    answers is bounded (answer_limits.py).
 
     Args:
+        url: what is asked for, without credentials, for messages.
+        call: sends the requests; called up to `RetryPolicy.tries` times.
         writes: something is sent, so an answer may take long.
 
     Raises:
-        RemoteError: or one of its subclasses above.
+        RemoteError: it fails; or a subclass, NotFound, ConditionFailed, BadRange, Denied or Stalled.
+        CkpttoolError, NotImplementedError: what `call` itself raises.
     """
     budget, stalls, outer = RequestBudget(url, writes=writes), 0, sys.exception()
     for k in range(POLICY.tries):
@@ -120,17 +123,24 @@ def with_retries(url: str, call: Callable[[], T], *, writes: bool = False) -> T:
 
 
 def find_own_error(e: BaseException, outer: BaseException | None = None) -> CkpttoolError | None:
-    """Return the error of errors.py among an exception and its causes; None if there is none. Clients wrap what is
-    raised while they read an answer.
+    """Return the first error of errors.py among an exception and its causes; None if there is none. Clients wrap what
+    is raised while they read an answer.
 
     Args:
-        outer: what was being handled when the call began; it is no cause.
+        e: the exception that a client raised.
+        outer: what was being handled already when the client was called, which is no cause; None if nothing was.
     """
     return next((x for x in takewhile(lambda x: x is not outer, _error_chain(e)) if isinstance(x, CkpttoolError)), None)
 
 
 def _error_for(url: str, kind: type[RemoteError] | None, text: str) -> RemoteError:
-    """Return our error of this class; `kind` None is for tries that all failed for a temporary reason."""
+    """Return the error to raise for a failed request.
+
+    Args:
+        url: what was asked for.
+        kind: class of the error; None if all tries failed for a temporary reason.
+        text: what the store or its client said, without credentials.
+    """
     if kind is None:
         return RemoteError(
             f"{url}: no answer in {POLICY.tries} tries ({text}). Check the network and the store, then run the same "
@@ -144,7 +154,8 @@ def _error_for(url: str, kind: type[RemoteError] | None, text: str) -> RemoteErr
 
 
 def classify_error(e: BaseException) -> tuple[type[RemoteError] | None, BaseException]:
-    """Return (class of error, the exception that decided it); the class is None for a temporary failure.
+    """Return (class of the error to raise, the exception among `e` and its causes that decided it); the class is None
+    for a failure that is temporary, so that another try may succeed.
 
     fsspec wraps the errors of its clients, so the chain of causes is searched.
     """
@@ -170,7 +181,7 @@ def classify_error(e: BaseException) -> tuple[type[RemoteError] | None, BaseExce
 
 
 def _error_chain(e: BaseException | None) -> Iterator[BaseException]:
-    """Yield an exception and its causes."""
+    """Yield an exception and its causes, nearest first; nothing for None."""
     seen: set[int] = set()
     while e is not None and id(e) not in seen:
         seen.add(id(e))
@@ -179,7 +190,8 @@ def _error_chain(e: BaseException | None) -> Iterator[BaseException]:
 
 
 def _botocore_code(e: BaseException) -> str | None:
-    """Return the error code in an answer of botocore; None for other exceptions."""
+    """Return the error code ("NoSuchBucket") in the answer that an exception of botocore holds; None where there is
+    none."""
     response = getattr(e, "response", None)
     return response.get("Error", {}).get("Code") if isinstance(response, dict) else None
 
@@ -195,7 +207,8 @@ def _http_status(e: BaseException) -> int | None:
 
 
 def redacted_message(e: BaseException) -> str:
-    """Return the message of an error in one line, without anything that may be a credential."""
+    """Return the message of an error in one line of at most 300 characters, without anything that may be a
+    credential."""
     response = getattr(e, "response", None)
     text = "it redirects for ever" if type(e).__name__ == "TooManyRedirects" else str(e)
     if isinstance(response, dict):

@@ -50,22 +50,27 @@ class SharedObjects:
         self.cells: dict[str, Cells] = {}
 
     def cells_of(self, name: str) -> Cells:
-        """Return the cells of an object."""
+        """Return the cells of an object, the pieces that it is sent in; `name` is relative to the destination.
+
+        Raises:
+            RemoteError: this machine does not take its URL for S3.
+        """
         if name not in self.cells:
             url, upload = self.objects[name]
             self.cells[name] = Cells(url, upload, self)
         return self.cells[name]
 
     def open_range(self, name: str, pool: WriterPool, start: int) -> CellRange:
-        """Return a file that fills an object from byte `start` on."""
+        """Return a file that fills the object `name` from byte `start` on; `pool` plays no part."""
         return CellRange(self.cells_of(name), start)
 
     def record_part(self, number: int, result: Mapping[str, Any]) -> None:
-        """Do nothing: the store lists what it has."""
+        """Do nothing: the store itself lists what it has. On a disk, the method of this name records that a part is
+        filled."""
 
     def finish_sending(self) -> dict[str, Any]:
-        """Wait until all has arrived; returns "cells" {name: {cell: ETag}}, and how many of them were there before,
-        "kept".
+        """Wait until all has arrived, and return {"cells": {file: {number of a cell: its ETag}}, "kept": how many of
+        these cells were in the store before}.
 
         Raises:
             RemoteError: the store fails, or the coordinator has completed or aborted the upload.
@@ -78,7 +83,7 @@ class SharedObjects:
         }
 
     def close(self) -> None:
-        """Stop sending."""
+        """Send no more cells, and wait for those that are on their way."""
         for cells in self.cells.values():
             cells.cancel()
         self.pool.close()
@@ -103,11 +108,17 @@ class Cells:
         self.pending: list[Future[None]] = []
 
     def _new_body(self) -> IO[bytes]:
-        """Return an empty file for the bytes of a cell, on disk or in memory."""
+        """Return an empty temporary file for the bytes of a cell, on disk or in memory."""
         return tempfile.TemporaryFile() if self.shared.on_disk else io.BytesIO()
 
     def append_at(self, offset: int, data: bytes | memoryview) -> None:
-        """Add bytes of the object at an offset; calls come in ascending order. A cell is sent when it is full."""
+        """Add bytes of the object at byte `offset` of it; calls come in ascending order. A cell is sent when it is
+        full.
+
+        Raises:
+            NoSpace: the local disk is full, on which cells wait to be sent.
+            RemoteError: an earlier cell could not be sent.
+        """
         view = memoryview(data).cast("B")
         while len(view):
             number, inside = divmod(offset, self.size)
@@ -120,13 +131,18 @@ class Cells:
             view, offset = view[n:], offset + n
 
     def start_cell(self, number: int) -> None:
-        """Fill this cell from here on; what came of another one is dropped."""
+        """Begin to fill the cell with this number; the bytes of one that is not full are dropped."""
         self.number, self.have = number, 0
         self.body.seek(0)
         self.body.truncate()
 
     def write_cell(self, offset: int, data: bytes | memoryview) -> None:
-        """Write bytes of the object that lie in the cell that was started; none of them twice."""
+        """Write bytes at byte `offset` of the object, which lies in the cell that was started. No byte of a cell may be
+        written twice.
+
+        Raises:
+            NoSpace: the local disk is full, on which cells wait to be sent.
+        """
         self.have += len(data)
         try:
             self.body.seek(offset - self.number * self.size)
@@ -135,14 +151,22 @@ class Cells:
             raise temp_space_error(e) from None
 
     def finish_cell(self) -> None:
-        """Send the cell, which has all its bytes."""
+        """Send the cell that was started, in another thread; all its bytes must be there.
+
+        Raises:
+            RemoteError: an earlier cell could not be sent.
+        """
         while self.pending and self.pending[0].done():
             self.pending.pop(0).result()
         self.pending.append(self.shared.pool.submit(self._send_cell, self.number, self.body))
         self.number, self.have, self.body = -1, 0, self._new_body()
 
     def _send_cell(self, number: int, body: IO[bytes]) -> None:
-        """Send a cell, unless the store has it already with the same bytes."""
+        """Send the bytes of a cell, unless the store has it already with the same bytes, and note its ETag.
+
+        Raises:
+            RemoteError: the store fails, or the upload was completed or aborted.
+        """
         try:
             if self.there is None:
                 self.there = self.at.list_parts(self.upload)
@@ -157,19 +181,19 @@ class Cells:
         body.close()
 
     def wait(self) -> None:
-        """Wait for what is being sent."""
+        """Wait for the cells that are being sent, and raise the error of the first that failed."""
         while self.pending:
             self.pending.pop(0).result()
 
     def cancel(self) -> None:
-        """Send no more."""
+        """Send no more cells, and drop the one that is being filled; what is on its way is not stopped."""
         for future in self.pending:
             future.cancel()
         self.body.close()
 
 
 def _md5(body: IO[bytes]) -> str:
-    """Return the MD5 of a file in hex, which S3 uses as the ETag of a part."""
+    """Return the MD5 of a whole file in hex, which S3 uses as the ETag of a part."""
     body.seek(0)
     return hashlib.file_digest(body, lambda: hashlib.md5(usedforsecurity=False)).hexdigest()  # type: ignore[arg-type]
 
@@ -183,10 +207,10 @@ class CellRange(DestinationFile):
         self.cells, self.path, self.at = cells, cells.at.url, start
 
     def append(self, data: bytes | memoryview) -> None:
-        """Append the next bytes of the object."""
+        """Add the next bytes of the object; a cell is sent when it is full."""
         self.cells.append_at(self.at, data)
         self.at += len(data)
 
     def skip_to(self, to: int) -> None:
-        """Advance to offset `to`; other workers send the bytes skipped."""
+        """Advance to byte `to` of the object; other workers send the bytes between."""
         self.at = to

@@ -42,10 +42,10 @@ class SharedTree:
         self.coherent = bool(shared["coherent"])
 
     def may_write(self) -> None:
-        """Raise CkpttoolError if the destination was committed, removed or restarted since the request was made.
+        """Check that the destination is still being filled, as it was when this worker's request was made.
 
         Raises:
-            CkpttoolError: it was.
+            CkpttoolError: it was committed, removed or restarted since.
         """
         try:
             st = os.stat(os.path.join(self.folder, "journal"), follow_symlinks=False)
@@ -56,21 +56,33 @@ class SharedTree:
             raise CkpttoolError(f"{self.folder} is no longer being filled; this worker has nothing to do there.")
 
     def open_range(self, name: str, pool: WriterPool, start: int) -> LocalRange:
-        """Open a file, to be written from byte `start` on. On a network file system its `fringes` are for the
-        coordinator."""
+        """Open a file of the destination, to be written from byte `start` on by the threads of `pool`. On a network
+        file system its `fringes` collect the bytes that the coordinator has to write.
+
+        Raises:
+            CkpttoolError: the destination is no longer being filled.
+        """
         self.may_write()
         fringes = None if self.coherent else list[tuple[int, bytes]]()
         return LocalRange(os.path.join(self.folder, "tree", name), pool, start, self.may_write, fringes)
 
     def finish_sending(self) -> dict[str, Any]:
-        """Return {}: what is written stands in the files."""
+        """Return {}: there is nothing to wait for on a disk."""
         return {}
 
     def close(self) -> None:
         """Do nothing: nothing is open."""
 
     def record_part(self, number: int, result: Mapping[str, Any]) -> None:
-        """Record durably that a part is filled; its bytes must be durable already."""
+        """Record durably that a part of the plan is filled; its bytes must be durable already.
+
+        Args:
+            number: of the part.
+            result: what is recorded of it: digests, CRC32s, bytes, ...
+
+        Raises:
+            CkpttoolError: the destination is no longer being filled, or it cannot be written.
+        """
         path = os.path.join(self.folder, "parts", f"{number}.json")
         mine = f"{path}.{os.uname().nodename}.{os.getpid()}.{get_ident()}"  # two threads of a worker may fill it
         try:
@@ -86,7 +98,13 @@ class SharedTree:
 
 
 def is_coherent(folder: str, mounts: str = "/proc/self/mountinfo") -> bool:
-    """Return whether processes on all machines that see a folder see the same page cache: not on NFS, SMB and FUSE."""
+    """Return whether processes on all machines that see a folder see the same page cache: True on a local disk, or
+    where that cannot be found out; False on NFS, SMB and FUSE.
+
+    Args:
+        folder: an existing one.
+        mounts: file with the mounted file systems, in the format of /proc/self/mountinfo.
+    """
     real, best = os.path.realpath(folder), ("", "")
     try:
         with open(mounts, encoding="utf-8", errors="surrogateescape") as f:
@@ -101,8 +119,13 @@ def is_coherent(folder: str, mounts: str = "/proc/self/mountinfo") -> bool:
 
 
 def read_filled_parts(folder: str, plan: str) -> dict[int, dict[str, Any]]:
-    """Return {number: what its worker said of it} for the parts of a plan that are filled, in a partial folder of
-    ours."""
+    """Return {number of a part: what its worker recorded of it} for the parts that are filled; files that are of
+    another plan, or malformed, are passed over.
+
+    Args:
+        folder: the partial folder, in which the destination is built.
+        plan: digest of the plan.
+    """
     out: dict[int, dict[str, Any]] = {}
     try:
         names = os.listdir(os.path.join(folder, "parts"))

@@ -61,7 +61,8 @@ def raise_file_limit() -> None:
 
 
 def missing_resource(e: OSError) -> str | None:
-    """Return which resource a failed system call lacked, and what sets its limit; None for other failures."""
+    """Return which resource of the machine a failed system call lacked, and what sets its limit, as a clause for a
+    message; None for other failures."""
     return {
         errno.EFBIG: "the file would be larger than this shell (`ulimit -f`) or the file system allows",
         errno.EMFILE: "this process has too many open files; allow more (`ulimit -n`)",
@@ -71,7 +72,13 @@ def missing_resource(e: OSError) -> str | None:
 
 
 def read_error(e: OSError, path: str) -> CkpttoolError:
-    """Return the error for a failed system call on a file that is being read."""
+    """Return the error for a failed system call on a file that is being read: NoSpace, NotPermitted or Unreadable. It
+    is not raised.
+
+    Args:
+        e: what the system call raised.
+        path: of the file, for the message.
+    """
     if (what := missing_resource(e)) is not None:
         return NoSpace(f"{path} cannot be read: {what}. Fix that, then run the same command again.")
     if kind_of_failure(e) is NotPermitted:
@@ -116,21 +123,27 @@ class Source:
 
     @property
     def local_folder(self) -> str | None:
-        """The folder on this machine that holds the files; None for an archive or a store."""
+        """Return the folder on this machine that holds the files; None for an archive or a store."""
         return self.root if self.local else None
 
     @property
     def patched(self) -> PatchedSource | None:
-        """This source, if damaged files appear in it as they should be (`--salvage`); otherwise None."""
+        """Return this source, if damaged files appear in it as they should be (`--salvage`); otherwise None."""
         return None
 
     @property
     def sibling_names(self) -> frozenset[str]:
-        """The files of the folder above that appear in this source under "../" (`SiblingsSource`)."""
+        """Return the files of the folder above that appear in this source as "../NAME" (`SiblingsSource`)."""
         return frozenset()
 
     def list(self, folder: str = "") -> list[str]:
-        """Return the sorted names of the entries of the folder, or of a folder in it; [] if there is no such folder."""
+        """Return the sorted names of the entries of a folder, relative to the source; "" for the source's own. [] if
+        there is no such folder.
+
+        Raises:
+            Corrupt: the source's own folder cannot be listed; NotPermitted where the user may not.
+            NoSpace: too many files are open.
+        """
         try:
             return sorted(os.listdir(os.path.join(self.root, folder)))
         except (OSError, ValueError) as e:  # a name from a file may be no name at all
@@ -142,11 +155,11 @@ class Source:
             return []
 
     def exists(self, name: str) -> bool:
-        """Return whether a regular file of that name is there."""
+        """Return whether there is a regular file of that name."""
         return os.path.isfile(os.path.join(self.root, name))
 
     def glance(self, name: str) -> tuple[bool, int | None]:
-        """Return (whether an entry of `list` is a folder, bytes of a file or None if they are not known); opens
+        """Return (whether a name that `list` gave is a folder, bytes of the file or None if they are not known); opens
         nothing."""
         try:
             st = os.stat(os.path.join(self.root, name))
@@ -155,20 +168,34 @@ class Source:
         return stat.S_ISDIR(st.st_mode), st.st_size if stat.S_ISREG(st.st_mode) else None
 
     def size(self, name: str) -> int:
-        """Return the bytes of a file."""
+        """Return the bytes of a file; it is opened if it was not before.
+
+        Raises:
+            Unsafe: the file lies outside the folder, or is not a regular file.
+            Corrupt: it is missing.
+            Unreadable, NotPermitted, NoSpace, SourceChanged: it cannot be opened, or is not the file of before.
+            UsageError: the source was closed.
+        """
         if name not in self._identity:
             self.fd(name)
         return self._identity[name][2]
 
     def fd(self, name: str, flags: int = 0) -> int:
-        """Return a descriptor, kept open until many others were opened; `flags` may contain O_DIRECT. Use `borrow_fd`
-        to read.
+        """Return the descriptor of a file, opened for reading and kept open until many others were opened. Use
+        `borrow_fd` to read.
+
+        Args:
+            name: of the file.
+            flags: further flags of os.open, such as O_DIRECT.
 
         Raises:
             Unsafe: the file lies outside the folder, or is not a regular file.
-            Corrupt: it is missing. Unreadable, NotPermitted: it cannot be read. NoSpace: too many files are open.
-            UsageError: the source
-                was closed.
+            Corrupt: it is missing.
+            SourceChanged: it is not the file that was opened before.
+            Unreadable, NotPermitted: it cannot be read.
+            NoSpace: too many files are open.
+            UsageError: the source was closed.
+            OSError: it cannot be opened with `flags`.
         """
         with self._lock:
             self._refuse_closed()
@@ -185,8 +212,17 @@ class Source:
 
     @contextmanager
     def borrow_fd(self, name: str, flags: int = 0) -> Iterator[int]:
-        """Lend a descriptor that no other thread closes meanwhile; the number of a closed one may soon belong to
-        another file."""
+        """While the block runs, lend the descriptor of a file that no other thread closes; the number of a closed one
+        may soon belong to another file.
+
+        Args:
+            name: of the file.
+            flags: further flags of os.open, such as O_DIRECT.
+
+        Raises:
+            Unsafe, Corrupt, SourceChanged, Unreadable, NotPermitted, NoSpace, UsageError: the file cannot be opened;
+                `fd` raises the same.
+        """
         with self._lock:
             fd = self.fd(name, flags)
             self._busy[name, flags] += 1
@@ -201,7 +237,18 @@ class Source:
                         self._close_idle()
 
     def _open_file(self, name: str, flags: int) -> int:
-        """Open a file for reading, after checking its name and what was opened."""
+        """Open a file for reading and return its descriptor; its name and what was opened are checked.
+
+        Args:
+            name: of the file.
+            flags: further flags of os.open; where there are any, its OSError passes through.
+
+        Raises:
+            Unsafe: the file lies outside the folder, or is not a regular file.
+            Corrupt: it is missing, or its name cannot be that of a file.
+            SourceChanged: it is not the file that was opened before.
+            Unreadable, NotPermitted, NoSpace: it cannot be opened.
+        """
         parts = Path(name).parts
         if not parts or os.path.isabs(name) or ".." in parts or "\0" in name:
             raise Unsafe(f"{name!r} leads out of {self.root}; a checkpoint may name only files inside its own folder.")
@@ -232,8 +279,17 @@ class Source:
         return fd
 
     def _check_opened(self, name: str, path: str, fd: int) -> None:
-        """Raise Unsafe or SourceChanged if what was opened is no regular file inside the folder, or not the file of
-        before."""
+        """Check what was opened under a name, by its descriptor.
+
+        Args:
+            name: of the file.
+            path: of the file, for messages.
+            fd: the descriptor.
+
+        Raises:
+            Unsafe: it is no regular file inside the folder.
+            SourceChanged: it is not the file of before, or not the one that `expect` asks for.
+        """
         st = os.fstat(fd)
         if not stat.S_ISREG(st.st_mode):
             raise Unsafe(f"{path} is not a regular file.")
@@ -250,8 +306,11 @@ class Source:
         self._check_expected(name)
 
     def expect(self, identities: Mapping[str, Identity]) -> None:
-        """Let only files be read that are those of another process, which has read the index: as long, and written at
-        the same time. Device and inode of one file may differ between machines.
+        """Refuse from now on to read files that differ from those which another process had that read the index: in
+        size, or in the time of their last change. Device and inode of one file may differ between machines.
+
+        Args:
+            identities: {name: what `identities` of that process's source says}; other files are not checked.
 
         Raises:
             SourceChanged: a file that was opened before is another one.
@@ -261,7 +320,11 @@ class Source:
             self._check_expected(name)
 
     def _check_expected(self, name: str) -> None:
-        """Raise SourceChanged if a file is not the one that `expect` asks for."""
+        """Check that a file which was opened is the one that `expect` asks for.
+
+        Raises:
+            SourceChanged: it is another one.
+        """
         there, here = self._expected.get(name), self._identity[name]
         if there is not None and (there[2:4] != here[2:4] or (self.is_remote and there[1] != here[1])):
             raise SourceChanged(
@@ -271,10 +334,11 @@ class Source:
             )
 
     def read(self, name: str, offset: int, length: int) -> bytes:
-        """Read exactly `length` bytes.
+        """Return exactly `length` bytes of a file from byte `offset` on.
 
         Raises:
-            Corrupt: the file ends before.
+            Corrupt: the file is missing or ends before.
+            Unsafe, Unreadable, NotPermitted, SourceChanged, NoSpace: it cannot be read, as `fd` and `readinto` say.
         """
         if offset < 0 or length < 0 or offset + length > self.size(name):
             raise Corrupt(
@@ -286,11 +350,12 @@ class Source:
         return bytes(out)
 
     def readinto(self, name: str, offset: int, into: memoryview) -> None:
-        """Fill `into` with the bytes from `offset` on.
+        """Fill `into` with the bytes of a file from byte `offset` on.
 
         Raises:
-            Unreadable: they cannot be read. SourceChanged: the file ends before. NoSpace: the machine is short of
-                something.
+            Unreadable, NotPermitted: they cannot be read.
+            SourceChanged: the file ends before.
+            NoSpace: the machine is short of something.
         """
         got = 0
         while got < len(into):
@@ -304,12 +369,12 @@ class Source:
             got += n
 
     def reader_of(self, name: str) -> FileBytes:
-        """Return a function (offset, length) -> bytes of one file."""
+        """Return a function of (offset, length) that returns these bytes of one file."""
         return FileBytes(self, name)
 
     def below(self, folder: str) -> Source:
-        """Return the files of one of the folders, by names relative to it; they stay files of this source, which closes
-        them."""
+        """Return a source for one of the folders, whose names are relative to that folder; its files stay files of this
+        source, which closes them."""
         return FolderOfSource(self, folder)
 
     def prefetch(self, ranges: Iterable[tuple[str, int, int]]) -> None:
@@ -322,32 +387,37 @@ class Source:
         self.prefetch(end for name in names for end in self._end_ranges(name))
 
     def _end_ranges(self, name: str) -> Iterator[tuple[str, int, int]]:
-        """Yield the ranges of the first and last bytes of a file."""
+        """Yield the ranges (name, offset, length) of the first and last 64 KiB of a file."""
         size = self.size(name)
         yield name, 0, min(size, _END)
         if size > _END:
             yield name, max(_END, size - _END), min(size - _END, _END)
 
     def read_all(self, name: str, most: int) -> bytes:
-        """Read a whole small file; raise Corrupt if it has more than `most` bytes."""
+        """Return the bytes of a whole small file.
+
+        Raises:
+            Corrupt: it has more than `most` bytes, or is missing.
+        """
         n = self.size(name)
         if n > most:
             raise Corrupt(f"{os.path.join(self.root, name)} has {n} bytes; such a file has at most {most}.")
         return self.read(name, 0, n)
 
     def identities(self) -> dict[str, Identity]:
-        """Return (device, inode, size, mtime, ctime) of every file opened so far."""
+        """Return {name: (device, inode, bytes, mtime, ctime)} of every file opened so far; times in ns."""
         return dict(self._identity)
 
     def has_versions(self) -> bool:
-        """Return whether identities differ when a file is replaced by another one of the same size."""
+        """Return whether `identities` show it when a file is replaced by another one of the same size: always on this
+        machine."""
         return True
 
     def assert_unchanged(self) -> None:
         """Prove that no file was written to since it was opened.
 
         Raises:
-            SourceChanged: with the file.
+            SourceChanged: one was, or is gone; with its path.
         """
         for name, then in self._identity.items():
             path = os.path.join(self.root, name)
@@ -373,7 +443,7 @@ class Source:
                 self._close_idle()
 
     def _close_idle(self) -> None:
-        """Close descriptors that nobody reads from."""
+        """Close descriptors that nobody reads from. The lock must be held."""
         for key in [k for k in self._open if not self._busy[k]]:
             try:
                 os.close(self._open.pop(key))
@@ -381,7 +451,11 @@ class Source:
                 pass  # only read from
 
     def _refuse_closed(self) -> None:
-        """Raise UsageError if the source was closed."""
+        """Refuse to read from a source that was closed.
+
+        Raises:
+            UsageError: it was.
+        """
         if self._closed:
             raise UsageError(
                 f"{self.root} was closed, and is read after that. Read inside the `with ckpttool.open(...)`."
@@ -422,53 +496,63 @@ class OverlaySource(Source):
 
     @property
     def inner(self) -> Source:
-        """The first source, whose names stay as they are."""
+        """Return the first source, whose names stay as they are."""
         return self.sources[0]
 
     @property
     def local_folder(self) -> str | None:
+        """Return the folder on this machine that holds the files of the first source; None if it has none."""
         return self.inner.local_folder
 
     def locate(self, name: str) -> tuple[Source, str]:
-        """Return the source that has a file, and the file's name there."""
+        """Return (the source that has a file, the file's name in that source)."""
         return self.inner, name
 
     def name_here(self, number: int, name: str) -> str:
-        """Return the name in this source of a file of `sources[number]`: the inverse of `locate`."""
+        """Return the name in this source of a file that is called `name` in `sources[number]`: the inverse of
+        `locate`."""
         return name
 
     def list(self, folder: str = "") -> list[str]:
+        """Return the sorted names of the entries of a folder, in the source that has it."""
         source, own = self.locate(folder)
         return source.list(own)
 
     def exists(self, name: str) -> bool:
+        """Return whether the source that would have the file has it."""
         source, own = self.locate(name)
         return source.exists(own)
 
     def glance(self, name: str) -> tuple[bool, int | None]:
+        """Return (whether a name that `list` gave is a folder, bytes of the file or None if they are not known)."""
         source, own = self.locate(name)
         return source.glance(own)
 
     def size(self, name: str) -> int:
+        """Return the bytes of a file, in the source that has it."""
         source, own = self.locate(name)
         return source.size(own)
 
     def fd(self, name: str, flags: int = 0) -> int:
+        """Return the descriptor of a file from the source that has it, where that is on this machine."""
         source, own = self.locate(name)
         return source.fd(own, flags)
 
     @contextmanager
     def borrow_fd(self, name: str, flags: int = 0) -> Iterator[int]:
+        """While the block runs, lend the descriptor of a file from the source that has it, where that is on this
+        machine."""
         source, own = self.locate(name)
         with source.borrow_fd(own, flags) as fd:
             yield fd
 
     def readinto(self, name: str, offset: int, into: memoryview) -> None:
+        """Fill `into` with the bytes of a file from byte `offset` on, by the source that has it."""
         source, own = self.locate(name)
         source.readinto(own, offset, into)
 
     def prefetch(self, ranges: Iterable[tuple[str, int, int]]) -> None:
-        """Announce ranges to the sources that have the files."""
+        """Announce ranges (name, offset, length) that will soon be read to the sources that have the files."""
         located = ((*self.locate(name), offset, length) for name, offset, length in ranges)
         if len(self.sources) == 1:  # which may take them one at a time
             self.inner.prefetch((own, offset, length) for _, own, offset, length in located)
@@ -478,6 +562,7 @@ class OverlaySource(Source):
             source.prefetch((own, offset, length) for of, own, offset, length in rows if of is source)
 
     def identities(self) -> dict[str, Identity]:
+        """Return {name in this source: identity} of every file opened so far in any of the sources."""
         return {
             self.name_here(number, name): identity
             for number, source in enumerate(self.sources)
@@ -485,7 +570,7 @@ class OverlaySource(Source):
         }
 
     def expect(self, identities: Mapping[str, Identity]) -> None:
-        """Divide the identities among the sources."""
+        """Pass each identity ({name: identity}) on to the source that has the file, under its name there."""
         expected: dict[int, dict[str, Identity]] = {id(source): {} for source in self.sources}
         for name, identity in identities.items():
             source, own = self.locate(name)
@@ -494,17 +579,25 @@ class OverlaySource(Source):
             source.expect(expected[id(source)])
 
     def has_versions(self) -> bool:
+        """Return whether all sources show it when a file is replaced by another one of the same size."""
         return all(source.has_versions() for source in self.sources)
 
     def assert_unchanged(self) -> None:
+        """Prove for all sources that no file was written to since it was opened.
+
+        Raises:
+            SourceChanged: one was.
+        """
         for source in self.sources:
             source.assert_unchanged()
 
     def close_files(self) -> None:
+        """Close, in all sources, the descriptors that nobody reads from."""
         for source in self.sources:
             source.close_files()
 
     def close(self) -> None:
+        """Close all sources."""
         for source in self.sources:
             source.close()
 
@@ -519,12 +612,15 @@ class FolderOfSource(OverlaySource):
 
     @property
     def local_folder(self) -> str | None:
+        """Return the folder on this machine that holds the files; None where the source above has no descriptors."""
         return self.root if self.local else None
 
     def locate(self, name: str) -> tuple[Source, str]:
+        """Return (the source above, the file's name there); for "" the folder itself."""
         return self.inner, f"{self._folder}/{name}" if name else self._folder
 
     def identities(self) -> dict[str, Identity]:
+        """Return {name relative to the folder: identity} of the files in it that were opened so far."""
         head = self._folder + "/"
         return {n.removeprefix(head): i for n, i in self.inner.identities().items() if n.startswith(head)}
 

@@ -75,14 +75,14 @@ class UploadPool:
         self.free = threading.Semaphore(many)
 
     def submit(self, call: Callable[..., None], *args: object) -> Future[None]:
-        """Call it in a thread; wait until one is free."""
+        """Call a function in a thread of the pool, and return its future; waits until a thread is free."""
         self.free.acquire()
         future = self.pool.submit(call, *args)
         future.add_done_callback(lambda _: self.free.release())
         return future
 
     def close(self) -> None:
-        """Wait for all calls."""
+        """Wait for all calls, and end the threads."""
         self.pool.shutdown()
 
 
@@ -132,28 +132,29 @@ class ObjectUpload:
         self.locked = isinstance(self._to, PartsUpload) and self._to.locked
 
     def _remove_leftover_parts(self) -> None:
-        """Remove the parts that an earlier run left."""
+        """Remove the parts that an earlier run left of this object, once; what the store refuses to remove stays."""
         if self._left:
             self._at.abort_uploads(self._left)
             self._left = []
 
     @property
     def sharable(self) -> bool:
-        """Whether others can send its parts."""
+        """Return whether other processes can send its parts: in S3, without an object lock."""
         return isinstance(self._to, PartsUpload) and not self.locked
 
     @property
     def part_bytes(self) -> int:
-        """Bytes of a part; 0 if the store has no parts."""
+        """Return the bytes of a part; 0 if the store has no parts."""
         return self._to.size if isinstance(self._to, PartsUpload) else 0
 
     @property
     def has_earlier_parts(self) -> bool:
-        """Whether an earlier run left parts that `share` continues from."""
+        """Return whether an earlier run left parts that `share` continues from."""
         return len(self._left) == 1 and self._at.has_parts(self._left[0][1])
 
     def share(self) -> SharedUpload:
-        """Let others send the parts from here on; returns the upload that they share.
+        """Begin the upload, or go on with that of an earlier run, and return what other processes need to send its
+        parts. Only where it is `sharable`, and before anything was appended.
 
         Raises:
             RemoteError: the store fails.
@@ -165,7 +166,12 @@ class ObjectUpload:
         return self._to
 
     def append(self, data: bytes | memoryview) -> None:
-        """Append bytes; `data` may be reused afterwards."""
+        """Append bytes; `data` may be reused afterwards.
+
+        Raises:
+            NoSpace: the local disk is full, on which parts wait.
+            RemoteError: the store fails.
+        """
         self._remove_leftover_parts()
         self._to.append(data)
 
@@ -174,6 +180,7 @@ class ObjectUpload:
 
         Raises:
             DestinationExists: it was created meanwhile, without `force`; nothing was replaced.
+            RemoteError: the store fails, or has lost parts.
         """
         self._remove_leftover_parts()
         self._to.commit()
@@ -187,7 +194,7 @@ class ObjectUpload:
 
 
 def upload_lost_error(url: str) -> RemoteError:
-    """Return the error for an upload that the store does not know any more."""
+    """Return the error for an upload that the store does not know any more; it is not raised."""
     return RemoteError(
         f"{url}: its parts are gone; another run began to write the same object. Nothing was replaced; run the command "
         "again when it has ended."
@@ -195,7 +202,7 @@ def upload_lost_error(url: str) -> RemoteError:
 
 
 def temp_space_error(e: OSError) -> NoSpace:
-    """Return the error for parts that cannot wait on the local disk."""
+    """Return the error for parts that cannot wait on the local disk; `e` is what the write raised."""
     import tempfile
 
     return NoSpace(
@@ -205,7 +212,8 @@ def temp_space_error(e: OSError) -> NoSpace:
 
 
 def choose_part_bytes(expect_bytes: int, usual: int) -> int:
-    """Return the bytes of a part: `usual`, or more so that 10,000 of them hold `expect_bytes`."""
+    """Return the bytes of a part: `usual`, or more (whole MiB) so that 10,000 parts hold an object of
+    `expect_bytes`."""
     need = -(-expect_bytes // SIZES.parts)
     return usual if need <= usual else -(-need // (1 << 20)) << 20
 
@@ -236,13 +244,20 @@ class PartsUpload:
         self.pending: list[Future[None]] = []
 
     def _new_part(self) -> IO[bytes]:
-        """Return an empty file for the next part, on disk or in memory."""
+        """Return an empty temporary file for the bytes of the next part, on disk or in memory."""
         import tempfile
 
         return tempfile.TemporaryFile() if self.on_disk else io.BytesIO()
 
     def _start_multipart(self, lock: dict[str, Any]) -> None:
-        """Start a multipart upload; `lock` is emptied if the bucket has no object lock."""
+        """Start a multipart upload and keep its id.
+
+        Args:
+            lock: S3's arguments for an object lock; emptied if the bucket has none.
+
+        Raises:
+            RemoteError: the store fails.
+        """
         try:
             answer = self.at.request("create_multipart_upload", Key=self.at.key, Metadata=self.mark, **lock)
         except RemoteError as e:
@@ -254,7 +269,12 @@ class PartsUpload:
         self.id = str(required_value(answer, "UploadId", self.at.url))
 
     def append(self, data: bytes | memoryview) -> None:
-        """Append bytes; a part is sent when it is full."""
+        """Append bytes; a part is sent when it is full.
+
+        Raises:
+            NoSpace: the local disk is full, on which parts wait.
+            RemoteError: an earlier part could not be sent, or there are too many.
+        """
         view = memoryview(data).cast("B")
         self.nbytes += len(view)
         while len(view):
@@ -268,7 +288,11 @@ class PartsUpload:
             view = view[n:]
 
     def _submit_part(self) -> None:
-        """Hand the part that is being filled to the pool, and begin the next one."""
+        """Hand the part that is being filled to the pool, and begin the next one.
+
+        Raises:
+            RemoteError: there are too many parts, or an earlier one could not be sent.
+        """
         if self.number == SIZES.parts:
             raise RemoteError(
                 f"{self.at.url}: {SIZES.parts:,} parts of {self.size:,} bytes are full; S3 takes no more of them."
@@ -282,13 +306,17 @@ class PartsUpload:
         self.part = self._new_part()
 
     def _send_part(self, number: int, body: IO[bytes]) -> None:
-        """Send a part, in a thread of the pool."""
+        """Send a part, the whole file `body`, in a thread of the pool; `number` counts from 1."""
         assert self.id is not None
         self.done[number] = self.at.put_part(self.id, number, body)
         body.close()
 
     def flush(self) -> None:
-        """Send what waits; only the request that makes the object visible is left."""
+        """Send what waits, and wait until it has arrived; only the request that makes the object visible is left.
+
+        Raises:
+            RemoteError: a part could not be sent.
+        """
         if self.id is not None and not self.part.closed and (self.part.tell() or not self.number):
             self._submit_part()
         while self.pending:
@@ -297,8 +325,12 @@ class PartsUpload:
             self.part.close()
 
     def commit(self) -> None:
-        """Make the object visible, as a whole; raises DestinationExists if it was created meanwhile, without
-        `force`."""
+        """Make the object visible, as a whole.
+
+        Raises:
+            DestinationExists: it was created meanwhile, without `force`; nothing was replaced.
+            RemoteError: the store fails, has lost parts, or another run has ended the upload.
+        """
         self.flush()
         only_new: dict[str, Any] = {} if self.force else {"IfNoneMatch": "*"}
         try:
@@ -321,7 +353,8 @@ class PartsUpload:
             raise upload_lost_error(self.at.url) from None
 
     def _assert_whole(self) -> None:
-        """Ask the store how large the object is that it made of the parts.
+        """Check that the object which the store made of the parts has all the bytes that were sent; nothing is checked
+        where reading it is not allowed.
 
         Raises:
             RemoteError: it has lost some, and the object is removed; or it made none.
@@ -344,11 +377,15 @@ class PartsUpload:
         )
 
     def _is_ours(self, found: Mapping[str, Any]) -> bool:
-        """Return whether an object (`S3Object.head`) is this upload."""
+        """Return whether an object was written by this upload; `found` is its metadata (`S3Object.head`)."""
         return bool(found.get("Metadata", {}).get("ckpttool-upload") == self.mark["ckpttool-upload"])
 
     def abort(self) -> None:
-        """Cancel what waits, and abort the upload."""
+        """Cancel what waits, and remove the parts that were sent.
+
+        Raises:
+            RemoteError: the store fails.
+        """
         for future in self.pending:
             future.cancel()
         for future in self.pending:
@@ -379,20 +416,20 @@ class SharedUpload(PartsUpload):
 
     @property
     def upload_id(self) -> str:
-        """The id that a worker needs to send a part."""
+        """Return the id of the upload, which a worker needs to send a part."""
         assert self.id is not None
         return self.id
 
     def find_wrong_parts(self, sent: Mapping[int, str], nbytes: int) -> list[int]:
-        """Compare what was sent with what the store lists, which is what will be completed; returns the numbers of
-        parts that are missing or differ.
+        """Compare what was sent with what the store lists, which is what will be completed, and return the numbers of
+        the parts that are missing or differ.
 
         Args:
-            sent: {number of a part: its ETag}.
-            nbytes: of the object.
+            sent: {number of a part, from 1 on: its ETag}.
+            nbytes: size of the whole object in bytes.
 
         Raises:
-            RemoteError: another run aborted or completed the upload.
+            RemoteError: the store fails, or another run aborted or completed the upload.
         """
         try:
             there = self.at.list_parts(self.upload_id)
@@ -414,8 +451,8 @@ class SharedUpload(PartsUpload):
         self.part.close()
 
     def _is_ours(self, found: Mapping[str, Any]) -> bool:
-        """Return whether an object is this upload, by the ETag that S3 gives an object of these parts: an earlier run
-        may have begun it."""
+        """Return whether an object was made of the parts of this upload, by the ETag that S3 gives such an object: an
+        earlier run may have begun it, so its mark need not be ours. `found` is its metadata (`S3Object.head`)."""
         try:
             parts = b"".join(bytes.fromhex(self.done[k]["ETag"].strip('"')) for k in sorted(self.done))
         except ValueError:
@@ -441,15 +478,25 @@ class FileUpload:
             raise Unsupported(f"{self.url}: this kind of store is for reading only.") from None
 
     def _refuse_existing(self) -> None:
-        """Raise DestinationExists if there is such an object, without `force`."""
+        """Check, unless `force`, that there is no such object.
+
+        Raises:
+            DestinationExists: there is one.
+            RemoteError: the store fails.
+        """
         if not self.force and with_retries(self.url, lambda: self.fs.exists(self.path)):
             raise exists_error(self.url)
 
     def append(self, data: bytes | memoryview) -> None:
-        """Append bytes."""
+        """Append bytes.
+
+        Raises:
+            RemoteError: the store fails.
+        """
         buffered = False
 
         def write() -> None:
+            """Write the bytes; if an earlier try failed, send what is in the buffer of the file instead."""
             nonlocal buffered
             if buffered:  # the bytes are in its buffer; only sending them failed
                 self.file.flush()
@@ -460,16 +507,29 @@ class FileUpload:
         with_retries(self.url, write, writes=True)
 
     def flush(self) -> None:
-        """Send what is buffered."""
+        """Send what is buffered; the object is not visible yet.
+
+        Raises:
+            RemoteError: the store fails.
+        """
         if not self.file.closed:
             with_retries(self.url, self.file.close, writes=True)
 
     def commit(self) -> None:
-        """Make the object visible."""
+        """Make the object visible, as a whole.
+
+        Raises:
+            DestinationExists: it was created meanwhile, without `force`.
+            RemoteError: the store fails.
+        """
         self._refuse_existing()
         self.flush()
         with_retries(self.url, self.file.commit, writes=True)
 
     def abort(self) -> None:
-        """Discard what was sent."""
+        """Discard what was sent.
+
+        Raises:
+            RemoteError: the store fails.
+        """
         with_retries(self.url, self.file.discard, writes=True)

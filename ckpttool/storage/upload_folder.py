@@ -60,8 +60,13 @@ class UploadFolder:
         self.showing = False  # whether some of it may be visible
 
     def _inspect_target(self) -> tuple[list[str], str | None]:
-        """Return (names of the objects that will be replaced, token of the note that was found); raises
-        DestinationExists."""
+        """Return (names of the objects that are there and will be replaced, token of the note that an interrupted run
+        left or None).
+
+        Raises:
+            DestinationExists: there are others than those of an interrupted run, without `force`.
+            RemoteError: the store fails.
+        """
         found, token, ours = self._list_objects(), None, set[str]()
         if UNFINISHED in found:
             data, token = get_with_token(self._note)
@@ -77,7 +82,11 @@ class UploadFolder:
         return found, token
 
     def _list_objects(self) -> list[str]:
-        """Return the names of all objects below the URL, sorted."""
+        """Return the names of all objects below the URL, relative to it, sorted; [] if there are none.
+
+        Raises:
+            RemoteError: the store fails.
+        """
         try:
             found: list[str] = with_retries(redact_url(self.url), lambda: self._fs.find(self._path))
         except NotFound:
@@ -87,24 +96,28 @@ class UploadFolder:
 
     @property
     def sharable(self) -> bool:
-        """Whether others can send the parts of its objects."""
+        """Return whether other processes can send the parts of its objects: in S3."""
         return self._far is not None
 
     def _earlier_uploads(self) -> dict[str, tuple[str, str]]:
-        """Return {name: (key, id)} for those uploads of an earlier run that are the only ones of objects of this
-        run."""
+        """Return {name: (key, id of the upload)} for objects of this run of which an earlier run left exactly one
+        unfinished upload."""
         many = Counter(name for name, _, _ in self._left)
         return {name: (key, upload) for name, key, upload in self._left if name in self.names and many[name] == 1}
 
     @property
     def has_earlier_parts(self) -> bool:
-        """Whether an earlier run left parts that `share` continues from."""
+        """Return whether an earlier run left parts that `share` continues from."""
         return self._far is not None and any(
             self._far.has_parts(upload, key) for key, upload in self._earlier_uploads().values()
         )
 
     def share(self, names: Iterable[str]) -> None:
-        """Let others send the parts of these objects from here on; what an earlier run left of them is kept.
+        """Begin the uploads of these objects, or go on with those of an earlier run, so that other processes can send
+        their parts; `shared` then has them by name.
+
+        Args:
+            names: relative to the URL.
 
         Raises:
             RemoteError: the store fails.
@@ -113,6 +126,7 @@ class UploadFolder:
         self._remove_leftover_parts(keep={own[name][1] for name in wanted if name in own})
 
         def begin(name: str) -> SharedUpload:
+            """Return the upload of an object: that of an earlier run, or a new one."""
             at = s3_object(f"{self.url}/{name}")
             assert at is not None
             kept = own[name][1] if name in own else None
@@ -125,35 +139,45 @@ class UploadFolder:
         self._uploads |= self.shared
 
     def _remove_leftover_parts(self, keep: Set[str] = frozenset()) -> None:
-        """Remove the parts that an earlier run left."""
+        """Remove the parts that an earlier run left, except those of uploads whose ids are in `keep`; what the store
+        refuses to remove stays."""
         if self._far is not None and self._left:
             self._far.abort_uploads((key, upload) for _, key, upload in self._left if upload not in keep)
         self._left = []
 
     def append(self, name: str, data: bytes | memoryview) -> None:
-        """Append bytes to one of the objects."""
+        """Append bytes to one of the objects, by its name relative to the URL.
+
+        Raises:
+            NoSpace: the local disk is full, on which parts wait.
+            RemoteError: the store fails.
+        """
         self._remove_leftover_parts()
         if name not in self._uploads:
             self._uploads[name] = self._start_upload(name)
         self._uploads[name].append(data)
 
     def _start_upload(self, name: str) -> PartsUpload | FileUpload:
-        """Return the upload of a new object."""
+        """Return the upload of a new object, by its name relative to the URL."""
         at = s3_object(f"{self.url}/{name}")
         if at is None:
             return FileUpload(f"{self.url}/{name}", force=True, block_bytes=self.part_bytes)
         return PartsUpload(at, force=True, part_bytes=self.part_bytes, pool=self._pool, on_disk=self.on_disk)
 
     def flush(self, name: str) -> None:
-        """Send what waits of an object whose last byte was appended."""
+        """Send what waits of an object whose last byte was appended.
+
+        Raises:
+            RemoteError: the store fails.
+        """
         self._uploads[name].flush()
 
     def commit(self) -> None:
-        """Make all of it visible.
+        """Make all objects visible, the marker of the checkpoint last.
 
         Raises:
-            DestinationExists: another run has written there meanwhile. RemoteError: the store failed; the same command
-                begins anew, and replaces what is there by then.
+            DestinationExists: another run has written there meanwhile.
+            RemoteError: the store failed; the same command begins anew, and replaces what is there by then.
         """
         for one in self._uploads.values():
             one.flush()
@@ -177,7 +201,13 @@ class UploadFolder:
         self._pool.close()
 
     def _write_note(self) -> None:
-        """Write the note: from here on the folder belongs to this run, and is not a checkpoint."""
+        """Write the object that lists the names and this run: from here on the folder belongs to this run, and is not a
+        checkpoint.
+
+        Raises:
+            DestinationExists: another run has written there meanwhile.
+            RemoteError: the store fails.
+        """
         mark = {"tool": "ckpttool", "run": uuid.uuid4().hex, "names": sorted(self._uploads)}
         self._mine = json.dumps(mark).encode()
         try:
@@ -200,14 +230,18 @@ class UploadFolder:
         self._old += new
 
     def _other_run_error(self) -> DestinationExists:
-        """Return the error for another run that is committing to the same folder."""
+        """Return the error for another run that is committing to the same folder; it is not raised."""
         return DestinationExists(
             f"{redact_url(self.url)}: another run is making its files visible there. Wait for it and look at what it "
             "wrote; if it has stopped, run the same command again."
         )
 
     def abort(self, *, keep_shared: bool = False) -> None:
-        """Remove what was sent and is not visible; with `keep_shared`, not what others have sent. Never raises."""
+        """Remove what was sent and is not visible yet. Never raises.
+
+        Args:
+            keep_shared: keep what other processes have sent, for the next run.
+        """
         for name, one in self._uploads.items():
             if keep_shared and name in self.shared:
                 continue

@@ -28,7 +28,7 @@ _URL = re.compile(r"([a-z][a-z0-9+.-]*)://", re.IGNORECASE)
 
 
 def is_url(path: str | os.PathLike[str]) -> bool:
-    """Return whether a path is the URL of a store."""
+    """Return whether a text is the URL of a store (it begins with SCHEME://) and not a path."""
     return _URL.match(os.fspath(path)) is not None
 
 
@@ -39,7 +39,8 @@ def lower_scheme(url: str) -> str:
 
 
 def redact_url(url: str) -> str:
-    """Return a URL without user, password and query: these may be credentials."""
+    """Return a URL without user and password and, of a web server, without query and fragment: these may be
+    credentials."""
     url = re.sub(r"(://)[^/@\s]*@", r"\1", url)
     return url.split("?")[0].split("#")[0] if url.lower().startswith("http") else url
 
@@ -50,7 +51,7 @@ def display_path(path: str | os.PathLike[str]) -> str:
 
 
 def split_url(url: str) -> tuple[str, str]:
-    """Return (URL of the folder, name of the object in it); the query of an http URL stays with the folder."""
+    """Return (URL of the folder, name of the object in it); the query of a web URL stays with the folder."""
     query = ""
     if url.lower().startswith("http"):
         url, mark, query = url.partition("?")
@@ -66,7 +67,11 @@ def scheme_of(url: str) -> str | None:
 
 
 def check_inside(name: str, root: str) -> str:
-    """Return a name (of a checkpoint, a listing or the Hub) if it is one below the URL `root`.
+    """Return `name` itself if it names an object below a URL; it may come from a checkpoint, a listing or the Hub.
+
+    Args:
+        name: relative to the URL.
+        root: the URL, for messages.
 
     Raises:
         Unsafe: it leads elsewhere, or no store has such a name.

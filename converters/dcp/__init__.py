@@ -66,7 +66,7 @@ _END = 1 << 10  # last bytes of an item
 
 
 def detect(where: Place) -> tuple[bool, str]:
-    """Say whether a place is a folder with .metadata."""
+    """Return whether a place is a folder with .metadata; and, as text, why or why not."""
     if where.file is not None:
         return False, "a folder with .metadata and *.distcp files; this is a file"
     names = where.source.list()
@@ -85,7 +85,12 @@ def detect(where: Place) -> tuple[bool, str]:
 
 
 def read(where: Place, options: ReadOptions) -> Checkpoint:
-    """Return the index of a folder; values are read, tensor items are not looked into."""
+    """Return the index of a folder; values are read, tensor items are not looked into.
+
+    Raises:
+        Corrupt: files are missing or damaged, or two keys stand for the same place.
+        Unsafe: reading it would run code or take too much memory. Unsupported: it has something ckpttool cannot read.
+    """
     source = where.source
     index = read_index(source)
     if any(v[0].startswith("common_state/shard_") for v in index.values) and not {
@@ -162,9 +167,12 @@ def read(where: Place, options: ReadOptions) -> Checkpoint:
 
 
 def _find_uncovered(source: Source, index: Index, sizes: list[int]) -> tuple[dict[int, int], list[str]]:
-    """Return ({file: bytes behind its last item}, notes on bytes between items), by the index alone. The writers of
-    torch and of Megatron-Core truncate a file and write items back to back (filesystem.py, _write_files_from_queue),
-    but for files of safetensors, in which offsets mean nothing."""
+    """Return ({number of a file: bytes behind its last item}, notes on bytes between items), by the index alone.
+
+    The writers of torch and of Megatron-Core truncate a file and write items back to back (filesystem.py,
+    _write_files_from_queue), but for files of safetensors, in which offsets mean nothing. `sizes` are the bytes of
+    each file of the index.
+    """
     last, covered = [0] * len(sizes), [0] * len(sizes)
     items = [
         *(row for _, _, _, c in index.tensors for row in zip(c.file, c.offset, c.length, strict=True)),
@@ -187,13 +195,14 @@ def _find_uncovered(source: Source, index: Index, sizes: list[int]) -> tuple[dic
 
 
 def _read_end(source: Source, index: Index, item: Extent) -> bytes:
-    """Read the last bytes of an item: of torch.save's, they hold the CRC32s of its records."""
+    """Read the last bytes of an item, at most 1 KiB: of torch.save's, they hold the CRC32s of its records."""
     n = min(item.length, _END)
     return source.read(index.files[item.file], item.offset + item.length - n, n)
 
 
 def _are_equal(a: tuple[dict[Path, Any], list[Record]], b: tuple[dict[Path, Any], list[Record]]) -> bool:
-    """Say whether two ranks have the same value under a key; tensors in it are compared by their CRC32s, in order."""
+    """Return whether two ranks have the same value under a key. Each is ({path: leaf}, CRC32s of the tensors in it, in
+    order); tensors are compared by these alone."""
     plain = [{p: x for p, x in leaves.items() if not isinstance(x, TensorEntry)} for leaves, _ in (a, b)]
     sums = [[(r.extent.length, r.crc32) for r in records] for _, records in (a, b)]
     return a[0].keys() == b[0].keys() and same_value(*plain) and sums[0] == sums[1]
@@ -216,10 +225,10 @@ def _count_milestones(ckpt: Checkpoint) -> None:
 
 
 def _refuse_lost(source: Source, index: Index) -> None:
-    """Refuse a folder that lacks files, with what was in them.
+    """Refuse a folder that lacks files that .metadata names; do nothing where all are there.
 
     Raises:
-        Corrupt: with the files, and the names of tensors and values.
+        Corrupt: with the files, and the names of tensors and values that were in them.
     """
     gone = {i for i, f in enumerate(index.files) if not source.exists(f)}
     if not gone:
@@ -248,14 +257,26 @@ def _path_of(index: Index, key: str) -> Path:
 
 
 def _put_leaf(leaves: dict[Path, Any], keys: dict[Path, str], path: Path, key: str, leaf: Any) -> None:
-    """Put a leaf at a path."""
+    """Put a leaf at a path in `leaves`, and the flat key it came from in `keys`.
+
+    Raises:
+        Corrupt: another key has that path already.
+    """
     if path in leaves:
         raise Corrupt(f'.metadata gives "{keys[path]}" and "{key}" the same place {joined(path)!r}; one would be lost.')
     leaves[path], keys[path] = leaf, key
 
 
 def _coding_of(kinds: set[tuple[str, ...]], key: str) -> str:
-    """Return how the items of a tensor are framed, which must be one way for all of them."""
+    """Return how the items of a tensor are framed ("torch.save" or "torch.save+zstd"), one way for all of them.
+
+    Args:
+        kinds: the transforms that its files went through, such as ("stream.zstd",); () is none.
+        key: flat key of the tensor, for the message.
+
+    Raises:
+        Unsupported: they were framed in several ways, or in an unknown one.
+    """
     if kinds == {()}:
         return "torch.save"
     if len(kinds) == 1 and next(iter(kinds))[0].partition("/")[0] == "stream.zstd" and len(next(iter(kinds))) == 1:
@@ -266,7 +287,18 @@ def _coding_of(kinds: set[tuple[str, ...]], key: str) -> str:
 def _read_value(
     source: Source, index: Index, path: Path, file: int, offset: int, length: int, zstd: bool
 ) -> tuple[dict[Path, Any], list[Record]]:
-    """Return what a bytes item holds: one plain value, or, where tensors are in it, its leaves."""
+    """Return ({path: leaf} of what a bytes item holds, the CRC32s of the tensors in it).
+
+    Args:
+        path: of the value. A plain value is one leaf, at that path; one with tensors in it has its leaves below.
+        file: number of the file.
+        offset: where the item begins, in bytes.
+        length: its bytes in the file.
+        zstd: whether it is one zstd frame.
+
+    Raises:
+        Corrupt: it is cut off or damaged. Unsafe: its pickle would run code. Unsupported: it is larger than 256 MiB.
+    """
     name = index.files[file]
     what = f"{source.root}/{name} at byte {offset}"
     if length > _VALUE_BYTES:
@@ -302,7 +334,7 @@ def locate(ckpt: Checkpoint, source: Source) -> Checkpoint:
 
     Raises:
         Corrupt: an item is cut off, overwritten, of another dtype or shape, or shares its bytes with another.
-        Unsafe: its pickle would run code.
+        Unsafe: its pickle would run code. Unsupported: it is of a kind that ckpttool does not read.
     """
     tensors: dict[str, TensorEntry] = {}
     values = dict(ckpt.values)
@@ -344,13 +376,24 @@ def locate(ckpt: Checkpoint, source: Source) -> Checkpoint:
 
 
 def _is_safetensors(source: Source, file: str) -> bool:
-    """Say whether a file begins as a safetensors file."""
+    """Return whether a file begins as a safetensors file."""
     head = source.read(file, 0, min(9, source.size(file)))
     return len(head) == 9 and head[8:] == b"{" and head[:2] != b"PK"
 
 
 def _chunk_of_slot(slots: dict[str, safetensors_header.Slot], name: str, t: TensorEntry, c: Chunk, file: str) -> Chunk:
-    """Return the chunk of a tensor that a safetensors file holds, which must have the dtype and shape of the index."""
+    """Return chunk `c` of a tensor with the place that a safetensors file has for it.
+
+    Args:
+        slots: {name: dtype, shape and place} of the header of that file.
+        name: of the tensor; the file may have it without "model." or whatever comes first.
+        t: the tensor, by .metadata.
+        c: the chunk.
+        file: name of the file, for messages.
+
+    Raises:
+        Corrupt: it is not in the file, or has another dtype or shape there than in .metadata.
+    """
     for key in (name, name.partition(".")[2]):
         slot = slots.get(key)
         if slot is not None:
@@ -363,7 +406,11 @@ def _chunk_of_slot(slots: dict[str, safetensors_header.Slot], name: str, t: Tens
 
 
 def _refuse_shared(ckpt: Checkpoint, tensors: dict[str, TensorEntry]) -> None:
-    """Refuse two chunks that share bytes: DCP writes every chunk of its own."""
+    """Refuse `tensors` of which two chunks share bytes: DCP writes every chunk separately.
+
+    Raises:
+        Corrupt: with the first two.
+    """
     spans: list[list[tuple[int, int, str]]] = [[] for _ in ckpt.files]
     for name, t in tensors.items():
         for file, offset, length in zip(t.chunks.file, t.chunks.offset, t.chunks.length, strict=True):
@@ -380,7 +427,8 @@ def _refuse_shared(ckpt: Checkpoint, tensors: dict[str, TensorEntry]) -> None:
 
 
 def _next_step(advice: Advice) -> str:
-    """Say what the trainer whose tree it is says; else that torch reads it."""
+    """Return a text on what can be done with the folder next: by the trainer whose key layout it has, if one does, else
+    by torch."""
     if (trainer := with_tree_of(advice.ckpt.trainer)) is not None:
         return trainer.program.next_step(advice)
     if advice.adapter is not None:
@@ -390,18 +438,20 @@ def _next_step(advice: Advice) -> str:
 
 
 def lacks_index(names: Sequence[str]) -> bool:
-    """Say whether names are those of a save that ended before its index was written."""
+    """Return whether the file names of a folder are those of a save that ended before its index was written."""
     begun = any(n.endswith(".distcp") for n in names) or ".metadata.tmp" in names
     return begun and not any(map(_INDEX.fullmatch, names))
 
 
 def _unfinished(folder: SeenFolder) -> Unfinished | None:
-    """Tell a folder whose index was not written."""
+    """Return what a folder of a save lacks whose index was not written; None where it was, or the folder is not of
+    DCP."""
     return Unfinished("no .metadata, which is written last") if lacks_index(folder.names) else None
 
 
 def _is_export(source: Source) -> bool:
-    """Say whether a folder holds a model and nothing else, as torchtitan exports it at its last step."""
+    """Return whether a folder holds a model and nothing else, as torchtitan exports it at its last step. One that
+    cannot be read is no export."""
     try:
         index = read(Place(source, None), ReadOptions())
     except CkpttoolError:

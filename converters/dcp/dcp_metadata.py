@@ -95,6 +95,11 @@ class _Tensor(_Bound, _Inert):
     __slots__ = ()
 
     def __setstate__(self, state: Any) -> None:
+        """Claim the last rows of boxes as this tensor's chunks.
+
+        Raises:
+            Corrupt: some belong to another tensor.
+        """
         collect, n = self.collect, len(state["chunks"])
         first = len(collect.starts) - n
         if first < collect.tensors:
@@ -120,12 +125,21 @@ class _Single(_Bound, pickles.SharedStandIn):
     __slots__ = ()
 
     def __new__(cls, *args: Any) -> _Single:
+        """Return the one instance; another one once the plans of Megatron's saver have begun.
+
+        Raises:
+            Corrupt: the pickle gives it arguments.
+        """
         if args:
             raise Corrupt(f"a {cls.__name__} with arguments")
         return (cls.collect.spent if cls.collect.ended else cls.collect.instances)[cls]
 
     def forgets(self, state: Any) -> bool:
-        """Forget a state that is part of a plan, and say whether it was."""
+        """Clear a state that is part of a plan (what a rank of Megatron's saver was to write); return whether it was.
+
+        Raises:
+            Corrupt: the object was begun before the plans, in another field.
+        """
         if not self.collect.ended:
             return False
         if self is self.collect.instances.get(type(self)):
@@ -140,6 +154,7 @@ class _Box(_Single):
     __slots__ = ()
 
     def __setstate__(self, state: Any) -> None:
+        """Append the start and the shape of a chunk to the collector's columns."""
         if self.forgets(state):
             return
         self.collect.starts.append(state["offsets"])
@@ -153,6 +168,11 @@ class _Place(_Single):
     __slots__ = ()
 
     def __setstate__(self, state: Any) -> None:
+        """Take the flat key and the start of the chunk whose item comes next.
+
+        Raises:
+            TypeError: the key is not text.
+        """
         if self.forgets(state):
             return
         collect, key = self.collect, state["fqn"]
@@ -173,6 +193,13 @@ class _Item(_Single):
     __slots__ = ()
 
     def __setstate__(self, state: Any) -> None:
+        """Append where an item is to the columns of the key taken last.
+
+        Raises:
+            Corrupt: its fields are not those of torch, or no place came before it. TypeError: a field is of another
+                type.
+            Unsupported: the plans of Megatron's saver come before it.
+        """
         if state.keys() not in _ITEM_FIELDS:
             raise Corrupt(
                 f"a _StorageInfo of .metadata has the fields {', '.join(map(str, state))}, not those of torch"
@@ -206,6 +233,11 @@ class _Planned(_Single):
     __slots__ = ()
 
     def __new__(cls, *args: Any) -> _Planned:
+        """Return the one instance for all parts of a plan.
+
+        Raises:
+            Corrupt: no plan has begun.
+        """
         if not cls.collect.ended:
             raise Corrupt("a part of a plan of Megatron's saver is in another field of .metadata")
         return cls.collect.planned
@@ -239,6 +271,8 @@ class _Collector:
     """
 
     def __init__(self) -> None:
+        """Make the empty columns, and the stand-ins that fill them: `stand_ins` {(module, class of torch):
+        stand-in}."""
         self.starts: list[Any] = []
         self.sizes: list[Any] = []
         self.tensors = 0  # rows of starts that belong to a tensor already
@@ -270,7 +304,7 @@ class _Collector:
             self.stand_ins[PLANNER, name] = planned
 
     def _bind(self, cls: type[T]) -> type[T]:
-        """Make the stand-in of this collector."""
+        """Return a subclass of a stand-in that has this collector as its attribute `collect`."""
         return type(cls.__name__[1:], (cls,), {"__slots__": (), "collect": self})
 
 
@@ -311,7 +345,8 @@ class Index:
         self.whole: dict[str, list[int]] = {}
 
     def to_bytes(self) -> bytes:
-        """Return the output of the child process: a JSON line with everything small, then the columns."""
+        """Return the index as the child process hands it on: a JSON line with everything small, then the columns.
+        `copies` are not in it: only metadata of several files has any."""
         columns = [c for _, _, _, k in self.tensors for c in (k.start, k.shape, k.file, k.offset, k.length)]
         head = {
             "files": self.files,
@@ -325,7 +360,7 @@ class Index:
 
     @classmethod
     def from_bytes(cls, data: bytes) -> Index:
-        """Parse what `to_bytes` returned."""
+        """Return the index that `to_bytes` encoded."""
         out = cls()
         cut = data.index(b"\n")
         head = json.loads(data[:cut])
@@ -351,8 +386,11 @@ class Index:
 
 
 def read_index_in_child(path: str) -> bytes:
-    """Read the index of one .metadata file with the C unpickler; runs in a limited child process (sandbox.py). If it is
-    not a local file, its bytes come by stdin."""
+    """Return the index of one .metadata file, as `Index.to_bytes` encodes it; runs in a limited child process.
+
+    It uses the C unpickler. If `path` is absolute, it is a local file; if not, the file's bytes come by stdin and the
+    path is for messages.
+    """
     collector = _Collector()
     file: Any = open(path, "rb") if os.path.isabs(path) else sys.stdin.buffer  # noqa: SIM115
     with file as f:
@@ -361,10 +399,11 @@ def read_index_in_child(path: str) -> bytes:
 
 
 def read_index(source: Source) -> Index:
-    """Read the index of a folder, of one `.metadata` or of one file a rank.
+    """Read the index of a folder: of its one `.metadata`, or of one such file a rank.
 
     Raises:
-        Corrupt: it is damaged, or not of DCP. Unsafe: it would take more memory or time than its size allows.
+        Corrupt: it is missing, damaged, or not of DCP. Unsafe: it would run code, or take more memory or time than its
+            size allows. Unsupported: it has a class that ckpttool does not know.
     """
     names = [".metadata"] if source.exists(".metadata") else []
     names = names or sorted(
@@ -389,7 +428,15 @@ def read_index(source: Source) -> Index:
 
 
 def _build_index(tops: list[tuple[Any, _Collector]], what: str) -> Index:
-    """Make the index of what was unpickled; whatever does not fit the classes of torch is damage."""
+    """Make the index of what was unpickled; whatever does not fit the classes of torch is damage.
+
+    Args:
+        tops: of each file, the object at the top of its pickle, and what was collected below it.
+        what: name of the file in messages.
+
+    Raises:
+        Corrupt: it does not fit. Unsafe: a name is there twice. Unsupported: it has a class that is not known.
+    """
     try:
         return _columns(tops, what)
     except (TypeError, AttributeError, KeyError, ValueError, OverflowError) as e:
@@ -397,7 +444,8 @@ def _build_index(tops: list[tuple[Any, _Collector]], what: str) -> Index:
 
 
 def _columns(tops: list[tuple[Any, _Collector]], what: str) -> Index:
-    """Join what was collected of one or several files into an index."""
+    """Join what was collected from one or several files (`tops`: the top object and the collector of each) into an
+    index; `what` names the file in messages."""
     out = Index()
     files: dict[str, int] = {}
     tensors: dict[str, tuple[str, tuple[int, ...], Chunks]] = {}
@@ -424,7 +472,17 @@ def _columns(tops: list[tuple[Any, _Collector]], what: str) -> Index:
 
 
 def _check_storage(state: dict[str, Any], collector: _Collector, what: str) -> None:
-    """Refuse storage_data of classes that are not known, or of other objects than those that were collected."""
+    """Refuse storage_data of classes that are not known, or with other objects than those that were collected.
+
+    Args:
+        state: fields of Metadata, of one file.
+        collector: what was collected while that file was unpickled.
+        what: name of the file in messages.
+
+    Raises:
+        Unsupported: a class is not known.
+        Corrupt: chunks or items do not add up, or plans of Megatron's saver are among them.
+    """
     items = state.get("storage_data")
     if other := next((x for x in items.values() if isinstance(x, pickles.Opaque)), None) if items else None:
         raise Unsupported(
@@ -438,7 +496,12 @@ def _check_storage(state: dict[str, Any], collector: _Collector, what: str) -> N
 
 
 def _read_paths(state: dict[str, Any], out: Index, what: str) -> None:
-    """Add the paths of planner_data, which has those of all entries or none.
+    """Add the paths of planner_data to `out.paths`; it has those of all entries or none.
+
+    Args:
+        state: fields of Metadata, of one file.
+        out: the index so far.
+        what: name of the file in messages.
 
     Raises:
         Corrupt: torch does not write such paths.
@@ -464,7 +527,16 @@ def _read_paths(state: dict[str, Any], out: Index, what: str) -> None:
 
 
 def _refuse_twice_listed(entries: Collection[Any], collector: _Collector, what: str) -> None:
-    """Refuse a file that describes more entries than it has names for: what the C unpickler does not say of itself."""
+    """Refuse a file that describes more entries than it has names for: what the C unpickler does not say of itself.
+
+    Args:
+        entries: values of state_dict_metadata.
+        collector: what was collected, which counts the entries that were built.
+        what: name of the file in messages.
+
+    Raises:
+        Unsafe: a name is there twice.
+    """
     listed = sum(isinstance(meta, collector.tensor_class) for meta in entries)
     values = sum(isinstance(meta, _Bytes) for meta in entries)
     if collector.built[0] > listed or collector.built[1] > values:
@@ -482,7 +554,19 @@ def _read_entries(
     out: Index,
     what: str,
 ) -> None:
-    """Add the tensors and values of one file; `numbers` are those of its files among all."""
+    """Add the tensors and values of one file to `tensors` and `out`.
+
+    Args:
+        entries: state_dict_metadata, {flat key: what it describes}.
+        collector: what was collected from this file.
+        numbers: by number of a data file in this metadata file, its number among those of all.
+        tensors: {flat key: (dtype, shape, chunks)} so far.
+        out: the index so far; gets values, transforms, and copies of what an earlier file listed.
+        what: name of the file in messages.
+
+    Raises:
+        Corrupt: an entry is stored nowhere, or of an unknown class. Unsafe: a part of one is stored twice.
+    """
     for key, meta in entries.items():
         stored = collector.stored.get(key) or _Stored()
         for k, transforms in stored.transforms.items():
@@ -515,6 +599,10 @@ def _read_entries(
 def _refuse_mixed_paths(paths: Mapping[str, Sequence[str | int]], what: str) -> None:
     """Refuse paths that make something a list and a dict at once. torch's planner loads only one of the two.
 
+    Args:
+        paths: {flat key: path}.
+        what: name of the file in messages.
+
     Raises:
         Corrupt: with one of them.
     """
@@ -531,7 +619,8 @@ def _refuse_mixed_paths(paths: Mapping[str, Sequence[str | int]], what: str) -> 
 
 
 def _stored_twice(what: str, key: str) -> str:
-    """Return the message for a part of an entry that is stored in two places."""
+    """Return the message for a part of an entry that is stored in two places. `what` names the file, `key` the
+    entry."""
     return (
         f'{what}: storage_data has two places for the same part of "{key}", and the first is lost to whoever loads it. '
         "Take another copy of the checkpoint."
@@ -541,7 +630,19 @@ def _stored_twice(what: str, key: str) -> str:
 def _join_chunks(
     key: str, state: Any, collector: _Collector, stored: _Stored, numbers: list[int], what: str
 ) -> tuple[str, tuple[int, ...], Chunks]:
-    """Return (dtype, shape, chunks) of one tensor, each chunk with the item that is stored for its place."""
+    """Return (dtype, shape, chunks) of one tensor, each chunk with the item that is stored for its place.
+
+    Args:
+        key: its flat key, for messages.
+        state: (properties, size, first row, rows) of it in the collector's columns.
+        collector: what was collected from this file.
+        stored: the places of the items of this key.
+        numbers: by number of a data file in this metadata file, its number among those of all.
+        what: name of the file in messages.
+
+    Raises:
+        Corrupt: a chunk is stored nowhere, or has another number of dimensions. Unsafe: one is stored twice.
+    """
     properties, size, first, n = state
     dtype = properties.state
     dtype = (dtype["dtype"] if isinstance(dtype, dict) else dtype[0]).name

@@ -55,9 +55,13 @@ class Template(NamedTuple):
     wrapper: str = ""
 
     def crc_of(self, head: bytes, tail: bytes, tail_at: int) -> int | None:
-        """Return the CRC32 of an item's payload; None where the item differs from this one in anything that counts.
+        """Return the CRC32 of the payload of an item; None where the item differs from the one that the template was
+        made of in anything that counts.
 
-        `head` are its first bytes and `tail` those from `tail_at` to its end.
+        Args:
+            head: its first bytes.
+            tail: its last bytes.
+            tail_at: byte of the item where `tail` begins.
         """
         if not head.startswith(self.head):
             return None
@@ -72,10 +76,14 @@ class Template(NamedTuple):
 def make_template(
     head: bytes, tail: bytes, length: int, found: stored_tensors.StoredTensor, base: int
 ) -> Template | None:
-    """Make a template of an item of `length` bytes at `base` that was parsed; None of one that cannot have any.
+    """Make a template of an item that was parsed; None of one that cannot have any.
 
-    `head` are its first bytes and `tail` its last ones: all that the parser may have looked at, or there is no
-    template.
+    Args:
+        head: its first bytes.
+        tail: its last bytes. With `head`, all that the parser may have looked at, or there is no template.
+        length: bytes of the item.
+        found: the tensor in it.
+        base: byte of the file where the item begins.
     """
     start = found.storage.offset - base
     end = start + found.storage.length
@@ -122,9 +130,15 @@ def make_template(
 
 
 def read_windows(head: bytes, tail: bytes, total: int) -> ReadAt:
-    """Return a read_at over the first and the last bytes of something of `total` bytes."""
+    """Return a function that reads (offset, bytes) from the first and the last bytes of something of `total` bytes. It
+    raises LookupError for any others."""
 
     def read_at(at: int, n: int) -> bytes:
+        """Read `n` bytes from byte `at` of the whole.
+
+        Raises:
+            LookupError: they are in neither end.
+        """
         if at >= 0 and at + n <= len(head):
             return head[at : at + n]
         at -= total - len(tail)
@@ -136,8 +150,8 @@ def read_windows(head: bytes, tail: bytes, total: int) -> ReadAt:
 
 
 def read_known(source: Source, file: str, offset: int, length: int, head: bytes, tail: bytes) -> ReadAt:
-    """Return a read_at of a file that has the first and the last bytes of an item already, and reads what is between
-    them."""
+    """Return a function that reads (offset, bytes) of a file. It has the first and the last bytes of the item at
+    `offset`, of `length` bytes, already, and reads others from the source."""
     here = read_windows(head, tail, length)
 
     def read_at(at: int, n: int) -> bytes:
@@ -157,6 +171,7 @@ class Items:
     """
 
     def __init__(self, source: Source, files: list[str]) -> None:
+        """Keep the source and the names of its files, by number."""
         self.source, self.files = source, files
         self.records: list[Record] = []
         self.wrappers: dict[str, str] = {}
@@ -169,7 +184,7 @@ class Items:
 
         Raises:
             Corrupt: an item is cut off, overwritten, or of another dtype or shape. Unsafe: its pickle would run code.
-            SubclassFound: an item is an object of a tensor subclass.
+            SubclassFound: an item is an object of a tensor subclass. Unsupported: a compressed one is not contiguous.
         """
         old = t.chunks
         out = Chunks(old.ndim)
@@ -221,15 +236,16 @@ class Items:
         return out
 
     def _read_ends(self, file: int, offset: int, length: int) -> tuple[bytes, bytes]:
-        """Read the first and the last bytes of an item; of a small one, all of it twice."""
+        """Read the first and the last bytes of the item at byte `offset` of file number `file`, `length` bytes long; of
+        a small one, all of it twice."""
         if length <= HEAD:
             head = self._read_ahead(file, offset, length, _WINDOW)
             return head, head
         return self._read_ahead(file, offset, HEAD, 0), self._read_ahead(file, offset + length - TAIL, TAIL, HEAD)
 
     def _read_ahead(self, file: int, offset: int, n: int, more: int) -> bytes:
-        """Read bytes of a file. Up to `more` behind them, where the next item will be looked for, are read with them
-        and kept."""
+        """Read `n` bytes of file number `file`. Up to `more` bytes behind them, where the next item will be looked for,
+        are read with them and kept."""
         name = self.files[file]
         if not self._plain:
             return self.source.read(name, offset, n)
@@ -255,7 +271,22 @@ class Items:
         head: bytes,
         tail: bytes,
     ) -> stored_tensors.StoredTensor:
-        """Parse the zip of an item, whose first and last bytes are given, and return its tensor."""
+        """Parse the zip of an item, whose first and last bytes (`head`, `tail`) are given, and return its tensor.
+
+        Args:
+            name: of the tensor, for messages.
+            dtype: of the tensor, by .metadata.
+            shape: of the chunk, by .metadata.
+            file: number of the file.
+            offset: where the item begins, in bytes.
+            length: its bytes.
+            head: its first bytes.
+            tail: its last bytes.
+
+        Raises:
+            Corrupt: it is damaged, or of another dtype or shape. Unsafe: its pickle would run code.
+            SubclassFound: it is an object of a tensor subclass.
+        """
         what = f'{self.source.root}/{self.files[file]} at byte {offset} ("{name}")'
         read_at = read_known(self.source, self.files[file], offset, length, head, tail)
         return _check_tensor(torch_zip.read(read_at, offset, length, what), dtype, shape, what)
@@ -263,7 +294,21 @@ class Items:
     def _find_in_zstd(
         self, name: str, t: TensorEntry, shape: tuple[int, ...], file: int, offset: int, length: int
     ) -> tuple[int, int | None]:
-        """Return where in the content of a compressed item its tensor begins, and the CRC32 of that."""
+        """Return (byte in the content of a compressed item where its tensor begins, the tensor's CRC32; None if not
+        known).
+
+        Args:
+            name: of the tensor, for messages.
+            t: the tensor, by .metadata.
+            shape: of the chunk.
+            file: number of the file.
+            offset: where the item begins, in bytes.
+            length: its bytes.
+
+        Raises:
+            Unsupported: the tensor is not contiguous. SubclassFound: it is an object of a tensor subclass.
+            Corrupt: it is damaged, or of another dtype or shape. Unsafe: its pickle would run code.
+        """
         what = f'{self.source.root}/{self.files[file]} at byte {offset} ("{name}")'
         most = prod(shape) * ITEMSIZE[t.dtype] + (64 << 10)
         head, tail, total = decompress_ends(self.source, self.files[file], offset, length, most, what)
@@ -275,7 +320,7 @@ class Items:
 
 
 def _check_tensor(found: object, dtype: str, shape: tuple[int, ...], what: str) -> stored_tensors.StoredTensor:
-    """Return what was found in an item, if it is the tensor that .metadata says.
+    """Return what was found in an item, if it is the tensor that .metadata says. `what` names the item in messages.
 
     Raises:
         SubclassFound: it is an object of a tensor subclass. Corrupt: it is another tensor, or none.

@@ -36,7 +36,8 @@ _WORLDS = 64  # world sizes that are tried for a message
 
 
 def items_are_short(t: TensorEntry) -> bool:
-    """Say whether an item is shorter than the dense tensor that .metadata lists: it is of a subclass, or damaged."""
+    """Return whether an item of a tensor is shorter than the dense tensor that .metadata lists: it is of a subclass, or
+    damaged."""
     c, item = t.chunks, ITEMSIZE.get(t.dtype, 0)
     row = prod(t.shape[1:]) * item
     if t.coding != "torch.save" or (
@@ -47,7 +48,8 @@ def items_are_short(t: TensorEntry) -> bool:
 
 
 def list_ends(tensors: Iterable[TensorEntry], files: Sequence[str]) -> Iterator[tuple[str, int, int]]:
-    """List the ranges that looking into the items of these tensors reads, to be fetched together."""
+    """List (file, offset, bytes) of the ranges that looking into the items of these tensors reads, to be fetched
+    together."""
     for t in tensors:
         for file, offset, length in zip(t.chunks.file, t.chunks.offset, t.chunks.length, strict=True):
             if offset < 0 or length < 0:
@@ -70,11 +72,21 @@ class _Part(NamedTuple):
 def read_object(
     source: Source, files: Sequence[str], sizes: Sequence[int], t: TensorEntry, records: list[Record]
 ) -> Composite | None:
-    """Return the object whose parts are the items of `t`; None where they hold dense tensors. Their CRC32s go to
-    `records`.
+    """Return the object of a tensor subclass whose parts are the items of `t`, one part a rank.
+
+    Args:
+        source: the folder.
+        files: names of its files, by number.
+        sizes: their bytes.
+        t: the entry in .metadata.
+        records: gets the CRC32s of the tensors inside.
+
+    Returns:
+        The object; None where the items hold dense tensors, or one is cut off or overwritten, which is found later.
 
     Raises:
         Corrupt: an item is damaged. Unsupported: the parts cannot be joined; the message names the class.
+        Unsafe: a pickle would run code.
     """
     name = joined(t.path)
     parts: list[_Part] = []
@@ -116,14 +128,21 @@ def read_object(
 
 
 def _read_item(source: Source, file: str, offset: int, length: int, what: str) -> object:
-    """Read the object in one item. Of a large one, the ends are read first."""
+    """Read the object in one item, at byte `offset` of a file and `length` bytes long. Of a large one, the ends are
+    read first. `what` names it in messages."""
     head = source.read(file, offset, min(length, HEAD))
     tail = source.read(file, offset + length - TAIL, TAIL) if length > HEAD else head
     return torch_zip.read(read_known(source, file, offset, length, head, tail), offset, length, what)
 
 
 def _refusal(name: str, about: Mapping[str, object], why: str) -> Unsupported:
-    """Return the error for an object whose parts cannot be put together."""
+    """Return the error for an object whose parts cannot be put together.
+
+    Args:
+        name: of its entry.
+        about: what is known of its class.
+        why: ends the message.
+    """
     return Unsupported(
         f'"{name}" is a {composites.class_label(about)}, and its parts cannot be put together: {why}. '
         f"{argument('only', ['model'])} leaves the optimizer out."
@@ -131,7 +150,11 @@ def _refusal(name: str, about: Mapping[str, object], why: str) -> Unsupported:
 
 
 def _join_parts(t: TensorEntry, parts: list[_Part], records: list[Record]) -> Composite:
-    """Join the parts that ranks saved of one object."""
+    """Join the parts that ranks saved of one object. The CRC32s of its tensors go to `records`.
+
+    Raises:
+        CannotCut: they differ where they must not, or do not make up the whole.
+    """
     total = t.shape[0] if t.shape else 1
     about = composites.resize_rows(parts[0].about, total)
     for p in parts[1:]:
@@ -172,7 +195,17 @@ def _join_parts(t: TensorEntry, parts: list[_Part], records: list[Record]) -> Co
 def _join_mixed(
     t: TensorEntry, parts: list[_Part], dense: list[tuple[int, int, StoredTensor, int]], records: list[Record]
 ) -> Composite:
-    """Join the parts of an object of which some ranks have plain tensors."""
+    """Join the parts of an object of which some ranks have plain tensors.
+
+    Args:
+        t: the entry in .metadata.
+        parts: those that are objects, by first row.
+        dense: the others, by first row: (first row, rows, tensor, number of its file).
+        records: gets the CRC32s of the tensors.
+
+    Raises:
+        CannotCut: they do not make up a whole.
+    """
     rows, moved = 0, []
     for p in parts:
         moved.append(p._replace(first=rows))
@@ -194,7 +227,15 @@ def _join_mixed(
 
 
 def _refuse_unequal(name: str, stored: list[StoredTensor]) -> None:
-    """Refuse an object whose scales, or other parts that all ranks have, differ."""
+    """Refuse an object whose ranks have unequal copies of something that is one for the whole tensor, such as a scale.
+
+    Args:
+        name: of it inside the object.
+        stored: the copies, by rank.
+
+    Raises:
+        CannotCut: they differ, or have no CRC32 to compare.
+    """
     sums = {(s.dtype, s.shape, s.storage.crc32, s.at) for s in stored}
     if len(sums) > 1 or (len(stored) > 1 and stored[0].storage.crc32 is None):
         raise CannotCut(f'"{name}", which is one for the whole tensor, differs between ranks')
@@ -204,10 +245,10 @@ def _refuse_unequal(name: str, stored: list[StoredTensor]) -> None:
 
 
 def rows_of_ranks(found: Composite, world: int) -> list[int]:
-    """Return how many rows of the object each of so many ranks gets, by rank.
+    """Return how many rows of an object each of `world` ranks gets, by rank.
 
     Raises:
-        Unsupported: a cut is inside a block, with the numbers and the world sizes that cut none.
+        Unsupported: a cut is inside a quantisation block; with the numbers and the world sizes that cut none.
     """
     rows = found.shape[0]
     sizes = boxes.chunk_sizes(rows, world)
@@ -230,7 +271,7 @@ def rows_of_ranks(found: Composite, world: int) -> list[int]:
 
 
 def _fits_blocks(found: Composite, sizes: list[int]) -> bool:
-    """Say whether rows of these sizes can be cut between the blocks of an object."""
+    """Return whether rows of these sizes can be cut between the blocks of an object."""
     try:
         composites.check_cut(found, sizes)
     except CannotCut:
@@ -249,7 +290,7 @@ class _Frame(NamedTuple):
     length: int
 
     def end(self, crcs: Sequence[int]) -> bytes:
-        """Return the directory, with the CRC32 of each storage."""
+        """Return the zip's directory, which ends the item, with the CRC32 of each storage."""
         n = len(self.sizes)
         rows = [(r[0], r[1], r[2], c, True) for r, c in zip(self.records[-n:], crcs, strict=True)]
         start = self.at[-1] + self.sizes[-1] + zip_bytes.DATA_DESCRIPTOR_BYTES
@@ -257,7 +298,13 @@ class _Frame(NamedTuple):
 
 
 def _frame_of(found: Composite, about: Mapping[str, object], shapes: Mapping[str, tuple[int, ...]]) -> _Frame:
-    """Return the bytes around the storages of an item that holds an object of these shapes."""
+    """Return what is around the storages of an item that holds an object.
+
+    Args:
+        found: the object, for the names and dtypes of its tensors.
+        about: what the part that is written says of itself.
+        shapes: {name inside the object: shape of that tensor in the part}.
+    """
     names = list(found.tensors)
     sizes = [prod(shapes[n]) * ITEMSIZE[found.tensors[n].dtype] for n in names]
     refs = {n: TensorRef(found.tensors[n].dtype, shapes[n], str(i), prod(shapes[n])) for i, n in enumerate(names)}
@@ -265,7 +312,8 @@ def _frame_of(found: Composite, about: Mapping[str, object], shapes: Mapping[str
 
 
 def _make_frame(tree: object, sizes: list[int]) -> _Frame:
-    """Make the frame of a tree whose tensors are `TensorRef`s; the storage of number i has `sizes[i]` bytes."""
+    """Make what is around the storages of an item that holds a tree whose tensors are `TensorRef`s; the storage of
+    number i has `sizes[i]` bytes."""
     head, records = torch_pickles.make_head("archive", torch_pickles.pickle_tree(tree))
     heads, at = [], len(head)
     places = []
@@ -287,7 +335,7 @@ class Whole:
         self.tree = tree
 
     def mapped(self, f: Callable[[TensorEntry], object]) -> object:
-        """Return the tree with every tensor replaced, in order."""
+        """Return a copy of the tree in which every tensor is replaced by what `f` returns for it, called in order."""
 
         def one(x: object) -> object:
             if isinstance(x, TensorEntry):
@@ -299,7 +347,7 @@ class Whole:
         return one(self.tree)
 
     def tensors(self) -> list[TensorEntry]:
-        """List the tensors inside."""
+        """List the tensors inside, in the order of the tree."""
         out: list[TensorEntry] = []
         self.mapped(out.append)
         return out
@@ -309,6 +357,8 @@ class Parts:
     """The items of the objects of a draft: which part each rank gets, and the bytes around the tensors inside."""
 
     def __init__(self, plain_frame: Callable[[str, tuple[int, ...]], tuple[int, int]]) -> None:
+        """Begin with no objects. `plain_frame` returns, for dtype and shape, how many bytes an item has before and
+        behind the payload of a plain tensor."""
         self.plain_frame = plain_frame  # (dtype, shape) -> bytes before and behind a plain tensor
         self.frames: dict[tuple[str, int], tuple[_Frame, int]] = {}  # {(entry, file): its item, which storage of it}
         self.logical: dict[
@@ -318,9 +368,17 @@ class Parts:
         self.placed: set[str] = set()  # all entries of objects
 
     def place(self, found: Composite, sizes: list[int], at: list[int]) -> dict[str, TensorEntry]:
-        """Place an object. Returns {name: entry to be} of the tensors inside, with the copies that ranks other than the
-        first have of what every part has whole. `sizes` are rows by rank, none where rank 0 has it all; `at` the ends
-        of the ranks' files so far."""
+        """Place an object in the ranks' files.
+
+        Args:
+            found: the object.
+            sizes: its rows by rank; empty: rank 0 gets all of it.
+            at: by rank, the bytes in its file so far. They are moved on.
+
+        Returns:
+            {name: entry to write} of the tensors inside, with the copies that ranks other than the first have of what
+                every part has whole.
+        """
         whole = composites.without_plain_rows(found)
         ranks = [(r, n) for r, n in enumerate(sizes) if n] or [(0, found.shape[0] if found.shape else 1)]
         plain = {first for first, _, quantised in found.about.get("parts", ()) if not quantised}
@@ -364,8 +422,16 @@ class Parts:
         chunks: dict[str, Chunks],
         copies: dict[str, dict[str, TensorEntry]],
     ) -> int:
-        """Place the object of rank `r` at byte `at` of its file; `part` is (first row, rows). Gives the length of its
-        item."""
+        """Place the part of an object that one rank gets, and return the bytes of its item.
+
+        Args:
+            whole: the object, without rows that are plain.
+            part: (first row, rows).
+            r: the rank.
+            at: byte of its file where the item begins.
+            chunks: {name inside the object: its chunks}; gets those of this part.
+            copies: {name inside: {entry: tensor}}; gets what this part has again of a tensor that every part has whole.
+        """
         cuts = {n: composites.rows_inside(whole.about, n, t.shape, *part) for n, t in whole.tensors.items()}
         shapes = {n: t.shape if (c := cuts[n]) is None else (c[1], *t.shape[1:]) for n, t in whole.tensors.items()}
         about = composites.resize_rows(whole.about, part[1]) if whole.shape else whole.about
@@ -383,8 +449,11 @@ class Parts:
         return frame.length
 
     def place_whole(self, whole: Whole, at: list[int]) -> tuple[dict[str, TensorEntry], int, int]:
-        """Place an object in rank 0's file. Returns ({name: entry to be} of the tensors inside, where its item begins,
-        its bytes)."""
+        """Place an object in rank 0's file. `at[0]`, the bytes in it so far, is moved on.
+
+        Returns:
+            ({name: entry to write} of the tensors inside, byte where the item begins, its bytes).
+        """
         inside = whole.tensors()
         refs = iter(TensorRef(t.dtype, t.shape, str(i), t.numel) for i, t in enumerate(inside))
         frame = _make_frame(whole.mapped(lambda t: next(refs)), [t.nbytes for t in inside])
@@ -399,12 +468,18 @@ class Parts:
         return out, at[0] - frame.length, frame.length
 
     def before(self, name: str, file: int) -> bytes:
-        """Return the bytes before a tensor of an item."""
+        """Return the bytes that an item has before the tensor `name`; `file` is the number of the file it is in."""
         frame, i = self.frames[name, file]
         return frame.heads[i]
 
     def after(self, name: str, file: int, written: Sequence[Written]) -> bytes:
-        """Return the bytes behind it; behind the last one, the directory."""
+        """Return the bytes that an item has behind the tensor `name`; behind its last tensor, the zip's directory.
+
+        Args:
+            name: of the entry.
+            file: number of the file it is in.
+            written: what was written so far; the last ones are the item's tensors, with their CRC32s.
+        """
         frame, i = self.frames[name, file]
         out = zip_bytes.data_descriptor(frame.sizes[i], written[-1][2])
         return out + frame.end([w[2] for w in written[-i - 1 :]]) if i == len(frame.sizes) - 1 else out
@@ -412,7 +487,11 @@ class Parts:
     def tensors(
         self, tensors: Mapping[str, TensorEntry]
     ) -> Iterator[tuple[str, TensorEntry, list[tuple[int, int, int]] | None]]:
-        """Yield (name, tensor, its items) as .metadata lists them; None where the items follow from the chunks."""
+        """Yield (name, tensor, its items) as .metadata lists them.
+
+        Items are (number of the file, offset, bytes), one per chunk; None where they follow from the chunks. An object
+        is yielded once, as the tensor that it shows, under the name of its first tensor.
+        """
         for name, t in tensors.items():
             if name in self.logical:
                 yield name, *self.logical[name]

@@ -35,10 +35,11 @@ __all__ = ["write"]
 
 
 def write(ckpt: Checkpoint, source: Source, options: WriteOptions) -> Draft:
-    """Draft a folder for an FSDP2 job of `world_size` ranks.
+    """Draft a folder for an FSDP2 job of `options.world_size` ranks, or of as many as saved the source.
 
     Raises:
         UsageError: no world size was given and the source has none.
+        Unsupported: ranks would cut an object of a tensor subclass inside one of its quantisation blocks.
         Corrupt: an entry is inside another one, so that no job could load both.
     """
     world = options.ranks(ckpt)
@@ -117,8 +118,9 @@ def write(ckpt: Checkpoint, source: Source, options: WriteOptions) -> Draft:
 
 
 def _sharded_origin(ckpt: Checkpoint) -> dict[Path, Path]:
-    """Return the origin without the optimizer's numbers of parameters, unless several ranks saved them: a file of one
-    process has numbers for names, but a job of several ranks asks for names."""
+    """Return the origin, {canonical path: path in the user's own tree}, without the optimizer's numbers of parameters,
+    unless several ranks saved them: a file of one process has numbers for names, but a job of several ranks asks for
+    names."""
     if ckpt.world_size is not None:
         return ckpt.origin
     return {
@@ -127,8 +129,13 @@ def _sharded_origin(ckpt: Checkpoint) -> dict[Path, Path]:
 
 
 def _place_chunks(t: TensorEntry, sizes: list[int], at: list[int]) -> Chunks:
-    """Place the chunks of a tensor, of `sizes` rows for ranks 0, 1, ..., or one for rank 0; `at` are the ends of the
-    ranks' files so far."""
+    """Place the chunks of a tensor in the ranks' files.
+
+    Args:
+        t: the tensor, with the dtype to write.
+        sizes: how many rows of it ranks 0, 1, ... get; empty: rank 0 gets all of it.
+        at: by rank, the bytes in its file so far. They are moved on.
+    """
     chunks = Chunks(len(t.shape))
     if not sizes:
         before, after = _frame_sizes(t.dtype, t.shape)
@@ -153,7 +160,8 @@ def _place_chunks(t: TensorEntry, sizes: list[int], at: list[int]) -> Chunks:
 
 
 def _is_sharded(t: TensorEntry | Composite) -> bool:
-    """Say whether FSDP2 shards a tensor: parameters and optimizer slots; not scalars, counters or other components."""
+    """Return whether FSDP2 shards a tensor: parameters and optimizer slots (exp_avg, ...) are; scalars, counters and
+    other components are not."""
     of_parameter = t.path[0] in ("model", "optim", "replica") or t.path[:2] == ("extra", "master")
     if not of_parameter or not t.shape or t.numel == 0:
         return False
@@ -162,7 +170,11 @@ def _is_sharded(t: TensorEntry | Composite) -> bool:
 
 @lru_cache(4096)
 def _item_frame(dtype: str, shape: tuple[int, ...]) -> tuple[bytes, list[tuple[str, int, int, int, bool]]]:
-    """Return the bytes before an item's payload, and the directory entries of its small records."""
+    """Return (the bytes before an item's payload, the records of its zip).
+
+    A record is (name, byte in the item where its header begins, bytes of content, CRC32, whether a data descriptor
+    follows it); the last one is the payload's, whose CRC32 is 0 here.
+    """
     ref = torch_pickles.TensorRef(dtype, shape, "0", prod(shape))
     head, records = torch_pickles.make_head("archive", torch_pickles.pickle_tree(ref))
     header = zip_bytes.local_header("archive/data/0", prod(shape) * ITEMSIZE[dtype], None, len(head), 64)
@@ -171,12 +183,12 @@ def _item_frame(dtype: str, shape: tuple[int, ...]) -> tuple[bytes, list[tuple[s
 
 @lru_cache(4096)
 def _frame_sizes(dtype: str, shape: tuple[int, ...]) -> tuple[int, int]:
-    """Return the bytes before and after an item's payload."""
+    """Return how many bytes come before and after the payload of an item, which is one torch.save zip."""
     return len(_item_frame(dtype, shape)[0]), len(_trailer(dtype, shape, 0))
 
 
 def _trailer(dtype: str, shape: tuple[int, ...], crc: int) -> bytes:
-    """Return the bytes after an item's payload: the CRC32 is in them twice, the rest follows from dtype and shape."""
+    """Return the bytes after an item's payload, whose CRC32 is `crc`; it is in them twice."""
     before, between, after = _trailer_parts(dtype, shape)
     word = struct.pack("<I", crc)
     return b"".join((before, word, between, word, after))
@@ -184,7 +196,7 @@ def _trailer(dtype: str, shape: tuple[int, ...], crc: int) -> bytes:
 
 @lru_cache(4096)
 def _trailer_parts(dtype: str, shape: tuple[int, ...]) -> tuple[bytes, bytes, bytes]:
-    """Return a trailer without its two CRC32s."""
+    """Return a trailer without its two CRC32s: the bytes before, between and behind them."""
     zero, ones = _make_trailer(dtype, shape, 0), _make_trailer(dtype, shape, 0xFFFFFFFF)
     differ = [i for i, (a, b) in enumerate(zip(zero, ones, strict=True)) if a != b]
     first, second = differ[0], differ[4]
@@ -195,7 +207,7 @@ def _trailer_parts(dtype: str, shape: tuple[int, ...]) -> tuple[bytes, bytes, by
 
 
 def _make_trailer(dtype: str, shape: tuple[int, ...], crc: int) -> bytes:
-    """Make the trailer of an item without the cache."""
+    """Build the bytes after an item's payload, whose CRC32 is `crc`, from its zip records. `_trailer` is faster."""
     head, records = _item_frame(dtype, shape)
     size = prod(shape) * ITEMSIZE[dtype]
     name, at, _, _, _ = records[-1]
@@ -206,12 +218,13 @@ def _make_trailer(dtype: str, shape: tuple[int, ...], crc: int) -> bytes:
 
 
 def _bytes_before(name: str, t: TensorEntry, row: int, written: Sequence[Written]) -> bytes:
-    """Return the bytes before a chunk."""
+    """Return the bytes before chunk number `row` of a tensor. `name` and `written` are not used."""
     return _item_frame(t.dtype, t.chunks.shape_of(row))[0]
 
 
 def _bytes_after(name: str, t: TensorEntry, row: int, written: Sequence[Written]) -> bytes:
-    """Return the bytes behind a chunk."""
+    """Return the bytes behind chunk number `row` of a tensor; the last of `written` has its CRC32. `name` is not
+    used."""
     return _trailer(t.dtype, t.chunks.shape_of(row), written[-1][2])
 
 
@@ -260,20 +273,21 @@ class _Emitter:
             self.out += b"0"
 
     def _define(self, key: Any, code: bytes) -> None:
-        """Emit code once and refer to it by its number in the memo afterwards."""
+        """Emit pickle code that puts something on the stack, and give it a number in the memo, by which `memo[key]`
+        gets it again."""
         n = len(self.memo)
         self.memo[key] = b"h" + bytes([n]) if n < 256 else b"j" + struct.pack("<I", n)
         self.out += code + (b"q" + bytes([n]) if n < 256 else b"r" + struct.pack("<I", n))
 
     def text(self, value: str) -> None:
-        """Emit a string, memoized."""
+        """Emit the pickle code of a string; if it was emitted before, of a reference to it."""
         if ("text", value) in self.memo:
             self.out += self.memo["text", value]
         else:
             self._define(("text", value), _pickled_text(value))
 
     def size(self, shape: tuple[int, ...]) -> bytes:
-        """Emit torch.Size(shape)."""
+        """Return the pickle code of torch.Size(shape); emits nothing."""
         if shape not in self.sizes:
             ints = b"".join(map(_pickled_int, shape))
             wrap = {0: b")", 1: ints + b"\x85", 2: ints + b"\x86", 3: ints + b"\x87"}.get(len(shape))
@@ -282,7 +296,7 @@ class _Emitter:
 
 
 def _pickled_int(n: int) -> bytes:
-    """Return the pickle of an integer."""
+    """Return the pickle code of an integer from 0 on."""
     if n < 256:
         return b"K" + bytes([n])
     if n < 65536:
@@ -294,7 +308,7 @@ def _pickled_int(n: int) -> bytes:
 
 
 def _pickled_text(value: str) -> bytes:
-    """Return the pickle of a string."""
+    """Return the pickle code of a string."""
     raw = value.encode("utf-8", "surrogatepass")
     return b"X" + struct.pack("<I", len(raw)) + raw
 
@@ -302,8 +316,14 @@ def _pickled_text(value: str) -> bytes:
 def _pickle_metadata(
     ckpt: Checkpoint, paths: dict[str, Path], values: list[tuple[Path, int, int]], parts: Parts
 ) -> bytes:
-    """Return the bytes of .metadata: tensors at `paths`, by canonical name, objects at that of their first tensor,
-    values at theirs."""
+    """Return the bytes of .metadata.
+
+    Args:
+        ckpt: what is written, with the places of its tensors.
+        paths: {canonical name of a tensor: its path}; an object's is under the name of its first tensor.
+        values: (path, byte in rank 0's file, bytes) of each value.
+        parts: the objects of tensor subclasses, which .metadata lists as one tensor each.
+    """
     e = _Emitter()
     m, out = e.memo, e.out
     keys = {name: joined(paths[name]) for name in paths}
@@ -359,7 +379,16 @@ def _pickle_metadata(
 
 
 def _emit_storage(e: _Emitter, key: str, at: bytes, index: int | None, file: str, offset: int, length: int) -> None:
-    """Emit one entry of storage_data."""
+    """Emit one entry of storage_data: where one item is.
+
+    Args:
+        key: flat key of the tensor or value.
+        at: pickle code of where its chunk begins in the tensor; of None for a value.
+        index: number of the chunk; None for a value.
+        file: name of the file that holds the item.
+        offset: where the item begins in the file, in bytes.
+        length: its bytes.
+    """
     m, out = e.memo, e.out
     out += m["MetadataIndex"] + b")\x81}(" + m["fqn"]
     e.text(key)

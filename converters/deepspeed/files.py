@@ -100,7 +100,7 @@ _SAME = ("global_steps", "skipped_steps", "dp_world_size", "mp_world_size", "par
 
 
 def rank_of(name: str) -> int | None:
-    """Return the data-parallel rank in a file name; None for a file of no rank."""
+    """Return the data-parallel rank in a file name; None for a file that belongs to no data-parallel rank."""
     model, optim = MODEL3.fullmatch(name), OPTIM.fullmatch(name)
     return int(model[1]) if model else int(optim[2]) if optim else None
 
@@ -112,7 +112,8 @@ class Save(NamedTuple):
     names: list[str]
 
     def files(self, pattern: re.Pattern[str], group: int) -> dict[int, list[str]]:
-        """Return {number in a group of the pattern: files that match}, in the order of the numbers."""
+        """Return {number in group `group` of the pattern: names of the files that match}, in the order of the
+        numbers."""
         found: dict[int, list[str]] = {}
         for n in self.names:
             if m := pattern.fullmatch(n):
@@ -121,12 +122,12 @@ class Save(NamedTuple):
 
 
 def is_save(names: Iterable[str]) -> bool:
-    """Whether a folder with these entries is one save."""
+    """Return whether a folder with files of these names is one save of DeepSpeed."""
     return any(MODEL3.fullmatch(n) or MODEL.fullmatch(n) or OPTIM.fullmatch(n) for n in names)
 
 
 def saves_in(source: Source) -> dict[str, list[str]]:
-    """Return {tag: entries of its folder} of the saves in a folder."""
+    """Return {tag: names in its folder} of the saves in a folder; only its first 2000 entries are looked at."""
     out = {}
     for name in source.list()[:2000]:
         inside = source.list(name)
@@ -136,10 +137,18 @@ def saves_in(source: Source) -> dict[str, list[str]]:
 
 
 def find_save(source: Source, tag: str | None, latest: str = "latest") -> Save:
-    """Find the save in a folder: the folder itself, the one with the tag, the one that `latest` names, or the only one.
+    """Find the save in a folder: the folder itself, the one with the tag, the one that the file `latest` names, or the
+    only one.
+
+    Args:
+        source: the folder.
+        tag: the name of the save's folder; None: the user gave none.
+        latest: the name of the file that names the newest save.
 
     Raises:
-        Corrupt: the tag is not there. UsageError: there are several and none is named.
+        Corrupt: the folder with the tag is not there, or is no save.
+        Unsafe: the tag is not the name of a folder.
+        UsageError: there are several saves or none, and no tag.
     """
     names = source.list()
     if is_save(names) and tag is None:
@@ -170,7 +179,8 @@ def find_save(source: Source, tag: str | None, latest: str = "latest") -> Save:
 
 
 def refuse_unsupported_files(save: Save, where: str) -> None:
-    """Refuse saves that are not purely data parallel.
+    """Refuse saves that are not purely data parallel, by the names of their files. `where` is the path of the save with
+    a slash at its end, for errors.
 
     Raises:
         Unsupported: tensor or pipeline parallel ranks, experts in files of their own, optimizer state on NVMe.
@@ -209,6 +219,17 @@ class File:
     """One torch file of a save, unpickled as data; `number` is its place in the list of the checkpoint's files."""
 
     def __init__(self, source: Source, name: str, number: int, dict_only: bool = True) -> None:
+        """Unpickle a file.
+
+        Args:
+            source: where it lies.
+            name: its path below the source.
+            number: its place in the list of the checkpoint's files.
+            dict_only: whether it must hold a dict.
+
+        Raises:
+            Corrupt: it is damaged, or holds no dict and must.
+        """
         self.source, self.name, self.number = source, name, number
         self.what = f"{source.root}/{name}"
         self.read_at = source.reader_of(name)
@@ -218,10 +239,10 @@ class File:
         self.tree: Any = tree
 
     def get(self, key: str, kind: type | tuple[type, ...], inside: dict[str, Any] | None = None) -> Any:
-        """Return a value of the file's dict, or of another one `inside` it.
+        """Return a value of the file's dict, or of the dict `inside`, which is a part of it.
 
         Raises:
-            Corrupt: it is missing or of another type.
+            Corrupt: it is missing or of another type; a bool is no int.
         """
         found = (self.tree if inside is None else inside).get(key)
         if not isinstance(found, kind) or isinstance(found, bool):
@@ -232,17 +253,18 @@ class File:
         return found
 
     def scalar(self, t: StoredTensor) -> float | int | None:
-        """Return the value of a 0-dim tensor; None if it has dimensions or its dtype is not that of a counter."""
+        """Return the value of a 0-dim tensor of this file; None if it has dimensions or its dtype is not that of a
+        counter."""
         found = None if t.shape else stored_tensors.inline_tensors(t, self.read_at, self.what)
         return None if found is None else stored_tensors.decode_number(found.dtype, found.data)
 
 
 def stand_ins(what: str) -> dict[tuple[str, str], Any]:
-    """Return stand-ins for DeepSpeed's own classes in pickles: numbers for its enums. `what` names the file in
-    errors."""
+    """Return {(module, name): what to use in its place} for classes that DeepSpeed pickles, such as numbers for its
+    enums. `what` names the file in errors."""
 
     def stage(n: object = 0) -> int:
-        """Return the number of a ZeroStageEnum."""
+        """Return the number of a ZeroStageEnum; raise Corrupt if it is not 0 to 3."""
         if type(n) is not int or not 0 <= n <= 3:
             raise Corrupt(f"{what}: ZeRO stage {short(n)}.")
         return n
@@ -253,7 +275,8 @@ def stand_ins(what: str) -> dict[tuple[str, str], Any]:
 
 @lru_cache(1 << 16)
 def _boxes(shape: tuple[int, ...], first: int, last: int) -> list[tuple[tuple[int, ...], tuple[int, ...], int]]:
-    """Return (start, shape, elements) of the boxes of elements [first, last) of a flattened tensor."""
+    """Return (start, shape, number of elements) of the boxes that elements [first, last) of a flattened tensor of this
+    shape are."""
     return [(start, size, prod(size)) for start, size in boxes.flat_to_boxes(shape, first, last)]
 
 
@@ -267,7 +290,8 @@ class FlatRange(NamedTuple):
 
 
 def tensor_of_ranges(shape: tuple[int, ...], dtype: str, path: Path, cuts: Iterable[FlatRange]) -> TensorEntry:
-    """Build the entry of a tensor from the places of its flat ranges."""
+    """Return the entry, at `path`, of a tensor that lies in files as flat ranges; `cuts` says which elements lie
+    where."""
     chunks, item = Chunks(len(shape)), ITEMSIZE[dtype]
     for first, last, file, offset in cuts:
         for start, size, n in _boxes(shape, first, last):
@@ -277,7 +301,7 @@ def tensor_of_ranges(shape: tuple[int, ...], dtype: str, path: Path, cuts: Itera
 
 
 def param_shapes(file: File) -> list[dict[str, tuple[int, ...]]]:
-    """Return param_shapes of a model file: [{name: shape}], a dict for each flat tensor.
+    """Return param_shapes of a model file: [{name of a parameter: shape}], one dict for each flat tensor.
 
     Raises:
         Corrupt: it is missing, has another form, or lists a name twice.
@@ -296,12 +320,13 @@ def param_shapes(file: File) -> list[dict[str, tuple[int, ...]]]:
 
 
 def is_shape(x: object) -> bool:
-    """Whether data from a pickle is a shape."""
+    """Return whether data from a pickle is a shape: a tuple of up to 64 integers that are not negative."""
     return isinstance(x, tuple) and len(x) <= 64 and all(type(n) is int and n >= 0 for n in x)
 
 
 def refuse_model_parallel(file: File) -> None:
-    """Refuse a model file of one of several model parallel ranks, whatever files are there.
+    """Refuse a model file that says it is of one of several model parallel ranks, even if no other rank's files are
+    there.
 
     Raises:
         Unsupported: with the degrees that the file states.
@@ -317,13 +342,14 @@ def refuse_model_parallel(file: File) -> None:
 
 
 def zero_setting(config: object, key: str) -> Any:
-    """Return a key of zero_optimization in a ds_config; None if it is missing."""
+    """Return the value of a key of zero_optimization in DeepSpeed's configuration; None if it or the section is
+    missing."""
     section = config.get("zero_optimization") if isinstance(config, dict) else None
     return section.get(key) if isinstance(section, dict) else None
 
 
 def refuse_mixed_saves(files: Sequence[File]) -> None:
-    """Refuse model files of different saves.
+    """Refuse model files, one a rank in the order of the ranks, that are from different saves.
 
     Raises:
         Corrupt: with the rank that differs from rank 0.
@@ -339,12 +365,17 @@ def refuse_mixed_saves(files: Sequence[File]) -> None:
 
 
 def is_placeholder(x: object) -> bool:
-    """Whether an entry of `module` is a placeholder for a parameter in other files."""
+    """Return whether an entry of `module`, the state dict in a model file, is an empty tensor in place of a parameter
+    that lies in other files."""
     return isinstance(x, StoredTensor) and x.shape == (0,)
 
 
 def tied_names(files: Sequence[File]) -> dict[str, str]:
-    """Return {alias: owner} of tied weights, which DeepSpeed lists in the file of rank 0 only."""
+    """Return {alias: owner} of tied weights as model files list them; DeepSpeed does so in the file of rank 0 only.
+
+    Raises:
+        Corrupt: a list is not of names.
+    """
     out: dict[str, str] = {}
     for f in files:
         shared = f.tree.get("shared_params") or {}
@@ -355,8 +386,15 @@ def tied_names(files: Sequence[File]) -> dict[str, str]:
 
 
 def equal_values(a: object, b: object, in_a: File | None = None, in_b: File | None = None) -> bool:
-    """Compare two ranks' values: plain data, and the CRC32s of tensors, or their bytes in the legacy format, which has
-    none. Without `in_a` and `in_b`, the files, such tensors count as different."""
+    """Return whether two ranks have equal values: plain data, and tensors by their CRC32s. Tensors in torch.save's
+    legacy format have none; their bytes are compared.
+
+    Args:
+        a: the value of one rank.
+        b: the value of another.
+        in_a: the file that `a` is from; if it or `in_b` is None, tensors without CRC32 count as different.
+        in_b: the file that `b` is from.
+    """
     if isinstance(a, StoredTensor) and isinstance(b, StoredTensor):
         if (a.dtype, a.shape, a.strides) != (b.dtype, b.shape, b.strides):
             return False
@@ -371,7 +409,8 @@ def equal_values(a: object, b: object, in_a: File | None = None, in_b: File | No
 
 
 def loss_scaler_leaves(optim: dict[str, Any]) -> Leaves:
-    """Return the leaves of the loss scaler; none for the static one with factor 1 of bf16 and fp32 engines."""
+    """Return {path: value} of the loss scaler in `optim`, the `optimizer_state_dict` of an optimizer file; {} for the
+    static one with factor 1 of bf16 and fp32 engines."""
     found = optim.get("loss_scaler")
     state = found.state if isinstance(found, Opaque) else None
     if not isinstance(state, dict) or not (state.get("dynamic") or state.get("cur_scale", 1) != 1):

@@ -30,8 +30,10 @@ Groups = list[dict[str, tuple[int, ...]]]
 
 
 def partition_parameters(groups: Groups, world: int) -> tuple[dict[str, FlatPlace], list[int]]:
-    """Place parameters as stage 3 does: each is cut into `world` parts. Return also the elements of each flat tensor,
-    which are as many on every rank.
+    """Place parameters as stage 3 does, which cuts each of them into `world` parts; return ({name: where it lies},
+    [elements of each flat tensor, which are as many on every rank]).
+
+    `groups` is [{name: shape}], the parameters in each flat tensor.
 
     partition_parameters([{"w": (5,), "b": (1,)}], 2)
         == ({"w": FlatPlace(0, (5,), [(0, 0, 3, 0), (1, 3, 5, 0)]), "b": FlatPlace(0, (1,), [(0, 0, 1, 3)])}, [4])
@@ -53,8 +55,12 @@ def partition_parameters(groups: Groups, world: int) -> tuple[dict[str, FlatPlac
 def concatenate_parameters(
     groups: Groups, parts: list[int], paddings: list[list[int]] | None = None
 ) -> dict[str, FlatPlace]:
-    """Place parameters as stages 1 and 2 do: those of group `g` one after the other, `paddings[g][k]` elements after
-    the k-th, cut into ranges of `parts[g]` elements, one a rank.
+    """Place parameters as stages 1 and 2 do; return {name: where it lies}.
+
+    Args:
+        groups: [{name: shape}], the parameters in each flat tensor, where they lie one after the other.
+        parts: the elements of each flat tensor that one rank has; the tensor is cut into such ranges.
+        paddings: the elements that lie behind each parameter, by flat tensor; None: no padding.
 
     concatenate_parameters([{"w": (5,), "b": (1,)}], [4])
         == {"w": FlatPlace(0, (5,), [(0, 0, 4, 0), (1, 4, 5, 0)]), "b": FlatPlace(0, (1,), [(1, 0, 1, 1)])}
@@ -77,13 +83,14 @@ def concatenate_parameters(
 
 
 def elements_per_rank(elements: int, world: int) -> int:
-    """Return the elements that each rank has of a group at stages 1 and 2, which is padded to a multiple of twice the
-    ranks."""
+    """Return how many elements of a group each of `world` ranks has at stages 1 and 2, which pad the group to a
+    multiple of twice the ranks."""
     return -(-elements // (2 * world)) * 2
 
 
 def split_into_subgroups(group: dict[str, tuple[int, ...]], world: int, most: float) -> Groups:
-    """Split a param group into the sub-groups of stage 3: whole parameters, until each rank has `most` elements."""
+    """Split a param group, {name: shape}, into the sub-groups of stage 3, [{name: shape}]: whole parameters, until each
+    of `world` ranks has at least `most` elements. An empty group gives none."""
     sizes = {n: -(-prod(s) // world) for n, s in group.items()}
     if not group or most >= sum(sizes.values()):
         return [group] if group else []

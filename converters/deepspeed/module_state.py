@@ -91,7 +91,7 @@ _TRAINER = ("global_step", "epoch", "max_steps", "num_train_epochs", "num_input_
 
 
 def _read_json(source: Source, name: str) -> dict[str, Any]:
-    """Read a file of JSON; {} where it is damaged or no dict."""
+    """Read a file of JSON below the source; {} where it is damaged or no dict."""
     data = source.read_all(name, 64 << 20)
     try:
         found = parse(data, name)
@@ -114,6 +114,19 @@ class SaveReader:
     """The state that is collected while the files of one save are read."""
 
     def __init__(self, where: Place, options: ReadOptions, latest: str = "latest") -> None:
+        """Find the save and check the names of its files.
+
+        Args:
+            where: the folder.
+            options: what to read, and from which save.
+            latest: the name of the file that names the newest save.
+
+        Raises:
+            Corrupt: the save is missing, or a file has a wrong name.
+            Unsafe: the tag is not the name of a folder.
+            Unsupported: the save is not purely data parallel.
+            UsageError: there are several saves, and none is named.
+        """
         self.source, self.options = where.source, options
         self.save = find_save(where.source, options.tag, latest)
         self.where = f"{self.source.root}/{self.save.folder}"
@@ -129,31 +142,49 @@ class SaveReader:
         self.others: list[tuple[str, int, int]] = []  # (name, rank, bytes) of other copies of buffers and extra states
 
     def load(self, name: str, dict_only: bool = True) -> File:
-        """Unpickle a file of the save."""
+        """Unpickle a file of the save, and add it to the files of the checkpoint. Unless `dict_only`, it may hold
+        another thing than a dict.
+
+        Raises:
+            Corrupt: it is damaged, holds no dict, or was saved as the file of another rank and the options do not allow
+                that.
+        """
         out = self._load(self.save.folder + name, dict_only)
         allowed = self.options.allow_equal_ranks
         self.notes += torch_zip.refuse_other_rank(out.read_at, self.source.size(out.name), out.what, allowed)
         return out
 
     def _load(self, name: str, dict_only: bool = True) -> File:
-        """Unpickle a file of the source, and add it to the files of the checkpoint."""
+        """Unpickle a file by its name below the source, and add it to the files of the checkpoint. Unless `dict_only`,
+        it may hold another thing than a dict.
+
+        Raises:
+            Corrupt: it is damaged or holds no dict.
+        """
         return File(self.source, name, self.files.number(name), dict_only)
 
     def keep_crc(self, file: File, t: StoredTensor) -> StoredTensor:
-        """Note the CRC32 of the tensor's storage, so that reading it is checked; return the tensor."""
+        """Remember the CRC32 of the storage of a tensor in `file`, so that reading it is checked; return the tensor."""
         self.files.keep(file.number, t)
         return t
 
     def whole_tensor(self, file: File, t: StoredTensor, path: Path) -> TensorEntry:
-        """Return the entry of a tensor that lies in one file."""
+        """Return the entry, at `path`, of a tensor that lies whole in one file."""
         return self.files.entry(file.number, t, path)
 
     def add_leaves(self, path: Path, value: object, file: File) -> None:
-        """Add everything below a key to the optimizer or to the rest, at `path`."""
+        """Add a value from a file, with everything in it, at `path` to the optimizer if the path begins with "optim",
+        else to the rest."""
         (self.optim if path[0] == "optim" else self.rest).update(self.files.leaves(file.number, value, path))
 
     def files_of_ranks(self, pattern: re.Pattern[str], group: int, world: int, what: str) -> list[str]:
-        """Return the one file of every rank 0 .. world-1; `group` of the pattern is the rank.
+        """Return the names of the files of ranks 0 to world-1, one a rank.
+
+        Args:
+            pattern: matches the names of such files.
+            group: the group of the pattern that is the rank.
+            world: the number of ranks.
+            what: how errors name such a file, such as "optimizer".
 
         Raises:
             Corrupt: with the rank that has no file or two, or that should not exist.
@@ -185,7 +216,7 @@ class SaveReader:
         return [found[r][0] for r in range(world)]
 
     def load_models_of_stage3(self) -> list[File]:
-        """Load the model files of stage 3, one a rank, of one save.
+        """Load the model files of stage 3, one a rank, in the order of the ranks.
 
         Raises:
             Corrupt: one is missing, or from another save.
@@ -203,8 +234,11 @@ class SaveReader:
         return out
 
     def add_model_state(self, models: list[File]) -> None:
-        """Add the weights, in the order of `module`: masters, frozen parameters, buffers, tied ones; and everything
-        else in the model files.
+        """Add the weights, in the order of `module`, the state dict in a model file: masters, frozen parameters,
+        buffers, tied ones; and everything else in the model files.
+
+        `models` are the model files, in the order of the ranks; the masters, fp32 copies of the weights, are added
+        before.
 
         Raises:
             Corrupt: a placeholder belongs to no parameter, or the files of ranks contradict one another.
@@ -230,7 +264,7 @@ class SaveReader:
         self.add_other_state(models)
 
     def _listed_names(self, models: list[File]) -> _ModelNames:
-        """Read the lists of names in the model files.
+        """Return the names that the model files list.
 
         Raises:
             Corrupt: they have other forms than DeepSpeed's, or contradict one another.
@@ -249,7 +283,19 @@ class SaveReader:
         return _ModelNames(module, frozen, buffers, aliases)
 
     def _add_module_entry(self, name: object, t: object, listed: _ModelNames, models: list[File]) -> None:
-        """Add one entry of `module`: a weight from wherever it lies, a buffer, or the extra state of a module."""
+        """Add one entry of `module`, the state dict in a model file: a weight from wherever it lies, a buffer, or the
+        extra state of a module.
+
+        Args:
+            name: the key of the entry.
+            t: its value in the file of rank 0.
+            listed: the names that the model files list.
+            models: the model files, in the order of the ranks.
+
+        Raises:
+            Corrupt: it is a placeholder of no parameter, or is in none of the lists that DeepSpeed makes.
+            Unsupported: it is neither a tensor nor the extra state of a module.
+        """
         first = models[0]
         if isinstance(name, str) and name.rpartition(".")[2] == EXTRA_STATE and name not in listed.buffers:
             self.add_leaves(("model", name), t, first)
@@ -283,7 +329,12 @@ class SaveReader:
                 self._compare_copies(name, t, models)
 
     def _add_master(self, name: str, t: StoredTensor, first: File) -> None:
-        """Add the master of a weight; `t` is what `module` has of it, a placeholder or the rounded weight.
+        """Add the master of a weight, its fp32 copy, as the weight.
+
+        Args:
+            name: the name of the weight.
+            t: what `module` of rank 0 has of it, a placeholder or the rounded weight.
+            first: the model file of rank 0.
 
         Raises:
             Corrupt: the two have different shapes.
@@ -296,7 +347,10 @@ class SaveReader:
             self.rounded[name] = TensorEntry(t.dtype, t.shape, ("model", name), chunks)
 
     def _note_what_is_left_out(self, first: File, module: dict[Any, Any]) -> None:
-        """Add notes on rounded weights, which are not state, and on frozen parameters that were not saved."""
+        """Add notes on rounded weights, which are not state, and on frozen parameters that were not saved.
+
+        `module` is the state dict in `first`, the model file of rank 0.
+        """
         if any(
             n in self.masters and isinstance(t, StoredTensor) and t.dtype != self.masters[n].dtype
             for n, t in module.items()
@@ -312,7 +366,11 @@ class SaveReader:
             )
 
     def _compare_copies(self, name: str, value: object, models: list[File]) -> None:
-        """Note which ranks have something else in `module` under a name of which rank 0's is read."""
+        """Add to `others` each rank whose model file has something else under `name` than rank 0's, of which `value` is
+        read.
+
+        `models` are the model files, in the order of the ranks.
+        """
         for rank, f in enumerate(models[1:], 1):
             module = f.tree.get("module")
             if isinstance(module, dict) and not equal_values(value, module.get(name), models[0], f):
@@ -320,7 +378,14 @@ class SaveReader:
                 self.others.append((name, rank, nbytes))
 
     def add_other_state(self, files: list[File]) -> None:
-        """Add everything except module and optimizer; values on which ranks agree are kept once."""
+        """Add everything in the model files except module and optimizer. Rank 0's values are kept under their own
+        names, those of other ranks below extra.per_rank.<rank> where they differ.
+
+        `files` are the model files, in the order of the ranks.
+
+        Raises:
+            Unsupported: a key is not text.
+        """
         first = files[0]
         differing: list[str] = []
         for key in dict.fromkeys(k for f in files for k in f.tree):
@@ -356,10 +421,15 @@ class SaveReader:
             )
 
     def add_param_groups(self, file: File, groups: list[Any], members: list[list[str]]) -> None:
-        """Add the param groups, whose `params` number flat tensors: all of `members`, the names in each, in order.
+        """Add the param groups, with names of parameters in place of the numbers of flat tensors.
+
+        Args:
+            file: the optimizer file that they are from.
+            groups: the param groups as the file has them.
+            members: the names of the parameters in each flat tensor, in order.
 
         Raises:
-            Corrupt: they list others.
+            Corrupt: the groups do not list every flat tensor once, in order.
         """
         listed: list[int] = []
         for i, group in enumerate(groups):
@@ -376,7 +446,10 @@ class SaveReader:
             raise Corrupt(f"{file.what}: the param groups list the flat tensors {listed} of {len(members)}.")
 
     def _frozen_parameter(self, name: str, shape: tuple[int, ...], models: list[File]) -> TensorEntry:
-        """Return a frozen parameter, which is whole in a file of stage 2, else one padded part per rank.
+        """Return the entry of a frozen parameter, which is whole in a single model file, else one padded part in that
+        of each rank.
+
+        `models` are the model files, in the order of the ranks.
 
         Raises:
             Corrupt: a rank has another part than follows from the shape.
@@ -400,8 +473,8 @@ class SaveReader:
         return tensor_of_ranges(shape, dtype, ("model", name), cuts)
 
     def add_trainer_files(self) -> None:
-        """Add what HF Trainer and Accelerate write next to the save: scheduler and counters; unread_files.py names the
-        rest."""
+        """Add what HF Trainer and Accelerate write beside the folder of the save: scheduler and counters. Nothing is
+        added if the user gave the folder of the save itself, or wants no files beside it."""
         if not self.save.folder or not self.options.beside:
             return  # the tag's own folder was given: what lies above it is not asked for
         for name in self.source.list():
@@ -415,7 +488,14 @@ class SaveReader:
                 self.notes.append("the counters of trainer_state.json are kept, its log_history is not")
 
     def build_checkpoint(self, layout: str, world: int | None, like: tuple[str, ...] | None = None) -> Checkpoint:
-        """Build the index of what was read. `like` are the names of parameters that have numbers, in their order."""
+        """Build the index of what was read.
+
+        Args:
+            layout: the name of the layout.
+            world: the number of ranks; None if the layout has none.
+            like: the names of the parameters that the optimizer numbers, in their order; None if it has names, or they
+                are to be told apart by shapes.
+        """
         self.add_trainer_files()
         clean = strip_wrappers(self.model)
         listed = self.rest.get(("buffer_names",))

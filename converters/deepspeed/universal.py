@@ -44,8 +44,8 @@ _BY_GROUP = "max_exp_avg_sq"
 
 
 def detect(where: Place) -> tuple[bool, str]:
-    """Tell whether a place is a folder with zero/optimizer_state.pt beside model files, or one whose `latest_universal`
-    names such a folder, and why."""
+    """Return (whether a place is a folder with zero/optimizer_state.pt beside model files, or one whose
+    `latest_universal` names such a folder; why or why not)."""
     source, file = where
     if file is not None:
         yes = file == "latest_universal"
@@ -66,7 +66,9 @@ def read(where: Place, options: ReadOptions) -> Checkpoint:
     """Return the index of a universal checkpoint.
 
     Raises:
-        Corrupt: a parameter that param_shapes names has no folder, or files of the wrong size.
+        Corrupt: a parameter that param_shapes names has no folder or files of the wrong size, or files are from
+            different saves.
+        Unsupported: a parameter has a name that no folder can have, or the save is not purely data parallel.
     """
     reading = SaveReader(where, options, "latest_universal")
     if reading.save.files(ds.MODEL, 1):
@@ -117,6 +119,11 @@ def _refuse_missing_slots(reading: SaveReader, members: list[list[str]], slots: 
     """Refuse parameters that lack what others have. Only the maximum of AMSGrad, an option of a param group, may differ
     between groups.
 
+    Args:
+        reading: the reader of the save.
+        members: the names of the parameters in each param group.
+        slots: {parameter: {slot: what its folder has}}.
+
     Raises:
         Corrupt: with two parameters and the file.
     """
@@ -136,6 +143,11 @@ def _refuse_unknown_folders(reading: SaveReader, model: ds.File, params: Iterabl
     """Refuse folders of parameters that the model does not have. DeepSpeed writes them for buffers and frozen
     parameters too.
 
+    Args:
+        reading: the reader of the save.
+        model: the model file of rank 0, which lists all tensors.
+        params: the names of the parameters that are trained.
+
     Raises:
         Corrupt: with the folder.
     """
@@ -149,10 +161,12 @@ def _refuse_unknown_folders(reading: SaveReader, model: ds.File, params: Iterabl
 
 
 def _read_parameter(reading: SaveReader, name: str, shape: tuple[int, ...]) -> dict[str, Any]:
-    """Read one parameter's folder: {"fp32": entry, "exp_avg": entry, "step": entry or number}.
+    """Read one parameter's folder: {"fp32": weight, "exp_avg": slot, "step": tensor or number}, with an entry for each
+    file in it.
 
     Raises:
-        Corrupt: a file holds another tensor than `shape` says.
+        Corrupt: a file holds another tensor than `shape` says, or none.
+        Unsupported: the name is not that of a folder.
     """
     folder = f"zero/{name}"
     if "/" in name or name in (".", ".."):
@@ -182,7 +196,8 @@ def _read_parameter(reading: SaveReader, name: str, shape: tuple[int, ...]) -> d
 
 
 def _next_step(advice: Advice) -> str:
-    """Say that DeepSpeed resumes with load_universal, and how without."""
+    """Return the sentence for the user that DeepSpeed resumes with load_universal, with the command for resuming
+    without."""
     return f"resumes in DeepSpeed with load_universal; without it: {advice.convert('--to zero3 -n RANKS')}"
 
 

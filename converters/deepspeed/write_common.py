@@ -63,6 +63,7 @@ class FileTree:
     """Tensors of one file while its tree is built: their storages, and which of the draft's tensors fill them."""
 
     def __init__(self, rank: int) -> None:
+        """Begin the file of a rank, without tensors yet."""
         self.rank = rank
         self.sizes: dict[str, int] = {}
         self.holes: dict[str, str] = {}  # what is to be filled from parts: its key
@@ -70,7 +71,13 @@ class FileTree:
 
     def add_tensor(self, name: str, entry: TensorEntry, source: TensorEntry) -> TensorRef:
         """Add a whole tensor to this file, and return the reference to pickle. On ranks other than 0 it is an extra
-        copy."""
+        copy, named replica.<rank>.<name>.
+
+        Args:
+            name: its name in the draft.
+            entry: the tensor as it is to be written.
+            source: the tensor of the source that fills it.
+        """
         if self.rank:
             name, entry = f"replica.{self.rank}.{name}", replace(entry, path=("replica", self.rank, *entry.path))
         key = str(len(self.sizes))
@@ -79,18 +86,19 @@ class FileTree:
         return TensorRef(entry.dtype, entry.shape, key, entry.numel)
 
     def add_flat_tensor(self, name: str, dtype: str, n: int) -> TensorRef:
-        """Add a flat tensor of n elements, to be filled from parts, and return the reference; the same one for the
-        same name."""
+        """Add a flat tensor of `n` elements, whose bytes are filled from parts later, and return the reference to
+        pickle; the same name gives the same tensor."""
         key = self.holes.setdefault(name, str(len(self.sizes)))
         self.sizes[key] = n * ITEMSIZE[dtype]
         return TensorRef(dtype, (n,), key, n)
 
     def add_placeholder(self, dtype: str) -> TensorRef:
-        """Return the reference of a tensor without elements; those of one dtype share a storage."""
+        """Add a tensor without elements, and return the reference to pickle; those of one dtype share a storage."""
         return self.add_flat_tensor(f"empty {dtype}", dtype, 0)
 
     def add_tree(self, x: object) -> Any:
-        """Return a tree of plain data and entries with references to tensors, which are written to this file."""
+        """Return a nested value of plain data and entries with each entry replaced by the reference to pickle; their
+        tensors are added to this file."""
         if isinstance(x, TensorEntry):
             return self.add_tensor(joined(x.path), x, x)
         if isinstance(x, dict):
@@ -112,6 +120,20 @@ class SavePlan:
         own: ZeroOptions,
         ckpt: Checkpoint,
     ) -> None:
+        """Decide on precision, tag, counters and configuration of the save.
+
+        Args:
+            state: the state to write.
+            tensors: {name: weight}, each with the dtype to be written.
+            stage: the ZeRO stage, 1 to 3.
+            options: which dtype each tensor is written in.
+            own: what the user says of the engine.
+            ckpt: the source.
+
+        Raises:
+            UsageError: the precision is none of DeepSpeed's, or the tag is not the name of a folder.
+            Unsupported: DeepSpeed cannot hold the state.
+        """
         self.state, self.tensors, self.stage, self.source_world = state, tensors, stage, ckpt.world_size
         self.ckpt, self.rounded = ckpt, ckpt.rounded
         self.notes = list(state.notes)
@@ -153,7 +175,8 @@ class SavePlan:
             )
 
     def _check_groups(self) -> None:
-        """Check that an engine can start with the param groups; those that it cannot, without parameters, are left out.
+        """Check that an engine can start with the param groups; at stages 1 and 2, those without trained parameters are
+        left out, with a note.
 
         Raises:
             Unsupported: nothing is trained, or codes of a quantised weight are.
@@ -175,7 +198,8 @@ class SavePlan:
             )
 
     def _take_config(self) -> dict[str, object]:
-        """Take ds_config out of the rest; {} where there is none.
+        """Remove ds_config, DeepSpeed's configuration, from `self.rest`, the state that is neither model nor optimizer,
+        and return it; {} where there is none.
 
         Raises:
             Unsupported: it is no dict, or a counter of DeepSpeed's is no number.
@@ -191,7 +215,7 @@ class SavePlan:
         return config if isinstance(config, dict) else {}
 
     def added_values(self) -> dict[str, object]:
-        """Return {name: data} of values that every DeepSpeed save has but the source does not."""
+        """Return {name: data} of the values that every DeepSpeed save has but the source does not."""
         ours = {
             "trainer.global_steps": self.steps,
             "trainer.skipped_steps": 0,
@@ -222,8 +246,8 @@ class SavePlan:
         return out | self.state.inlined, changed
 
     def _precision(self) -> str:
-        """Return the dtype in which the engine computes: that of ds_config, else that of most bytes of trained
-        weights."""
+        """Return the dtype in which the engine computes: that of ds_config, else that of most bytes of trained weights,
+        with a note if there is no ds_config."""
         for name, dtype in (("bf16", "bfloat16"), ("bfloat16", "bfloat16"), ("fp16", "float16")):
             section = self.ds_config.get(name)
             if isinstance(section, dict) and section.get("enabled") is True:
@@ -243,12 +267,17 @@ class SavePlan:
         return found
 
     def _sub_group_size(self) -> float:
-        """Return sub_group_size of ds_config, or DeepSpeed's default."""
+        """Return sub_group_size of ds_config, in elements, or DeepSpeed's default of 1e9."""
         found = zero_setting(self.ds_config, "sub_group_size")
         return found if isinstance(found, (int, float)) and not isinstance(found, bool) and found > 0 else 1e9
 
     def _adjust_config(self, sub_group_size: int | None, precision: str | None) -> None:
-        """Change the source's DeepSpeed configuration where it contradicts the files."""
+        """Change the source's ds_config where it contradicts the files.
+
+        Args:
+            sub_group_size: what the user asked for, in elements; None: it stays as it is.
+            precision: the dtype that the user asked for; None: it stays as it is.
+        """
         if not self.ds_config:
             return
         config = dict(self.ds_config)
@@ -269,9 +298,12 @@ class SavePlan:
         self.ds_config = config
 
     def _note_scheduler(self, *, from_deepspeed: bool) -> None:
-        """Add a note where the state of the scheduler is not that of one of DeepSpeed's own
-        (runtime/lr_schedules.py), all of which look for `last_batch_iteration`, and the job that loads it may have
-        one."""
+        """Add a note if the job that loads the save may fail to load the scheduler: its state is not that of one of
+        DeepSpeed's own (runtime/lr_schedules.py), all of which look for `last_batch_iteration`.
+
+        `from_deepspeed` is whether the source is a save of DeepSpeed; then a note is needed only where ds_config names
+        a scheduler.
+        """
         found, section = self.state.scheduler, self.ds_config.get("scheduler")
         if found is None or (isinstance(found, dict) and "last_batch_iteration" in found):
             return
@@ -286,7 +318,7 @@ class SavePlan:
         )
 
     def _global_steps(self) -> int:
-        """Return global_steps: a counter of the trainer, else the largest step of the optimizer."""
+        """Return global_steps: a counter of the trainer, else the largest step of the optimizer, with a note."""
         found = self.state.counter("global_steps", "global_step", "step", "iteration", "steps")
         inner = self.rest.get("trainer")
         if found is None and isinstance(inner, dict):
@@ -300,8 +332,8 @@ class SavePlan:
         return found
 
     def _loss_scaler(self) -> dict[str, object]:
-        """Return the state of the loss scaler for an fp16 engine, a fresh one if the source has none; {} for other
-        engines."""
+        """Return the state of the loss scaler for an fp16 engine: the source's, or, with a note, a fresh one. For other
+        engines return {}, and put the source's into `self.rest`, so that it is written nevertheless."""
         if self.precision == "float16":
             if not self.state.scaler:
                 self.notes.append(
@@ -313,8 +345,11 @@ class SavePlan:
         return {}
 
     def added_state(self, groups: list[dict[str, tuple[int, ...]]]) -> list[str]:
-        """Return the names of the state that is added for parameters without any: zeros, and the step of their
-        group."""
+        """Return the names of the state that is added for parameters without any: zeros, and the step of their group. A
+        note says how many parameters these are.
+
+        `groups` is [{name: shape}], the parameters in each flat tensor.
+        """
         out = []
         for group in groups:
             slots = dict.fromkeys([*self.slots_of(group), *(s for n in group for s in self.state.scalars.get(n, {}))])
@@ -327,7 +362,7 @@ class SavePlan:
         return out
 
     def scaler_keys(self) -> dict[str, object]:
-        """Return the keys of the loss scaler, which every optimizer file has."""
+        """Return {key: value} of the loss scaler, which every optimizer file has, also if the engine scales no loss."""
         dynamic = bool(self.scaler.get("dynamic"))
         state = {k: v for k, v in self.scaler.items() if k != "overflow"} or {"cur_scale": 1.0, "dynamic": False}
         found = Opaque(Global(SCALERS, "DynamicLossScaler" if dynamic else "LossScaler"), ())
@@ -335,10 +370,11 @@ class SavePlan:
         return {"loss_scaler": found, "dynamic_loss_scale": dynamic, "overflow": bool(self.scaler.get("overflow"))}
 
     def common_dtype(self, dtypes: list[str]) -> str:
-        """Return the dtype of a flat tensor: that of its parts, or one that can hold them all.
+        """Return the dtype of a flat tensor whose parts have these dtypes: theirs, or, with a note, one that holds them
+        all; float32 without parts.
 
         Raises:
-            Unsupported: some are no floats.
+            Unsupported: they differ, and some are no floats.
         """
         kinds = set(dtypes)
         if len(kinds) < 2:
@@ -354,12 +390,13 @@ class SavePlan:
         return out
 
     def slot_entry(self, fqn: str, slot: str) -> TensorEntry:
-        """Return a slot of a parameter, in the dtype to be written."""
+        """Return a slot of the parameter `fqn`, with the dtype to be written."""
         t = self.state.slots[fqn][slot]
         return replace(t, dtype=self.cast(joined(t.path), t.dtype))
 
     def slots_of(self, group: Iterable[str]) -> list[str]:
-        """Return the names of the slots that every parameter of a group has.
+        """Return the names of the slots that every parameter of a group has; parameters without state yet are passed
+        over.
 
         Raises:
             Unsupported: parameters have different slots.
@@ -380,9 +417,13 @@ class SavePlan:
         return found or []
 
     def other_state(self, tree: FileTree, rank: int, world: int, each_rank: bool) -> dict[str, object]:
-        """Return everything in a rank's model file except weights and their shapes.
+        """Return {key: value} of everything in a rank's model file except weights and their shapes.
 
-        With `each_rank`, every rank has a file, and its own values of `per_rank` in it.
+        Args:
+            tree: the file, to which tensors are added.
+            rank: the rank.
+            world: the number of ranks.
+            each_rank: whether every rank has a file, and its own values of `per_rank` in it.
         """
         rest = dict(self.rest)
         each = rest.get("per_rank")
@@ -408,7 +449,8 @@ class SavePlan:
         return out
 
     def _are_ranks(self, each: dict[Any, Any], world: int) -> bool:
-        """Whether the keys of `per_rank` are ranks of a job of `world` ranks, and of that job alone."""
+        """Return whether the keys of `per_rank` are ranks of a job of `world` ranks, and of no larger or smaller
+        one."""
         ranks = [int(k) if str(k).isdigit() else -1 for k in each]
         return bool(ranks) and min(ranks) >= 0 and max(ranks) < world and world in (self.source_world, max(ranks) + 1)
 
@@ -417,13 +459,21 @@ class ModelStateFiles:
     """The model files: one per rank at stage 3, with the parts of frozen parameters; else one, with all weights."""
 
     def __init__(self, plan: SavePlan, groups: list[dict[str, tuple[int, ...]]], world: int) -> None:
+        """Prepare the model files of a save.
+
+        Args:
+            plan: what all files of the save have in common.
+            groups: [{name: shape}], the parameters in each flat tensor.
+            world: the number of ranks.
+        """
         self.plan, self.groups, self.world, self.stage = plan, groups, world, plan.stage
         self.tensors: dict[str, TensorEntry] = {}
         self.sources: dict[str, TensorEntry] = {}
         self.same = {f"model.{a}": f"model.{o}" for a, o in plan.state.tied.items()}
 
     def add(self, files: TorchFiles, each_rank: bool) -> None:
-        """Add all files and the places of their tensors; `each_rank`: one file per rank, with its own random state."""
+        """Add the model files, one a rank at stage 3 and else a single one, and the places of their tensors. If
+        `each_rank`, each file has its rank's own values, such as random states."""
         plan, state = self.plan, self.plan.state
         numbers, trees = [], []
         for rank in range(self.world if self.stage == 3 else 1):
@@ -463,8 +513,11 @@ class ModelStateFiles:
         """Make the draft of a whole save.
 
         Args:
+            files: its files.
             ckpt: the checkpoint to be, with all tensors but those of the model files, and without values.
             sources: what each of those tensors is filled from.
+            dropped: what the save does not hold.
+            notes: notes besides those of the plan.
         """
         plan = self.plan
         values, changed = plan.values_to_be()
@@ -481,7 +534,13 @@ class ModelStateFiles:
         )
 
     def _tree(self, tree: FileTree, rank: int, each_rank: bool) -> dict[str, object]:
-        """Return the content of a rank's model file."""
+        """Return what a rank's model file is to hold.
+
+        Args:
+            tree: the file, to which tensors are added.
+            rank: the rank.
+            each_rank: whether the file has the rank's own values, such as random states.
+        """
         plan, state, stage = self.plan, self.plan.state, self.stage
         trained = {n for g in self.groups for n in g}
         module: dict[str, object] = {}
@@ -516,22 +575,23 @@ class ModelStateFiles:
 
 
 def _as_number(x: object) -> float | int | None:
-    """Return a step as a number, whether it is one or a 0-dim tensor; None where it is neither."""
+    """Return a step as a number, whether it is one or a 0-dim tensor that was read; None where it is neither."""
     return decode_number(x.dtype, x.data) if isinstance(x, Inline) else x if isinstance(x, (int, float)) else None
 
 
 def pickled_stage(stage: int) -> Opaque:
-    """ZeroStageEnum(stage), to be pickled by name."""
+    """Return an object that pickles as ZeroStageEnum(stage), without importing DeepSpeed."""
     return Opaque(STAGE, (stage,), call=True)
 
 
 def pickled_size(shape: tuple[int, ...]) -> Opaque:
-    """torch.Size(shape), to be pickled by name: zero_to_fp32 asks it for its numel()."""
+    """Return an object that pickles as torch.Size(shape), which zero_to_fp32 asks for its numel()."""
     return Opaque(Global("torch", "Size"), (shape,), call=True)
 
 
 def pickled_fragment(numel: int, start: int) -> Opaque:
-    """fragment_address(numel, start), to be pickled by name."""
+    """Return an object that pickles as DeepSpeed's fragment_address: `numel` elements from element `start` of a flat
+    tensor."""
     out = Opaque(Global("deepspeed.utils.tensor_fragment", "fragment_address"), ())
     out.state = {"numel": numel, "start": start}
     return out

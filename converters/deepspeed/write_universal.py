@@ -26,7 +26,8 @@ _RESTORED = {"exp_avg", "exp_avg_sq"}  # by DeepSpeed at stage 3
 
 
 def prepare(ckpt: Checkpoint, source: Source, options: WriteOptions) -> Checkpoint:
-    """Return the state with fp32 masters as the weights, where the source has both.
+    """Return the state with its fp32 masters, the copies of the weights that the optimizer updates, as the weights,
+    where the source has both.
 
     Raises:
         Unsupported: a master does not round to its weight.
@@ -35,7 +36,12 @@ def prepare(ckpt: Checkpoint, source: Source, options: WriteOptions) -> Checkpoi
 
 
 def write(ckpt: Checkpoint, source: Source, options: WriteOptions) -> Draft:
-    """Plan a folder that an engine of any number of ranks loads with {"checkpoint": {"load_universal": true}}."""
+    """Plan a folder that an engine of any number of ranks loads with {"checkpoint": {"load_universal": true}}.
+
+    Raises:
+        Unsupported: DeepSpeed cannot hold the state, or a parameter has a name that no folder can have.
+        UsageError: an option is no precision of DeepSpeed's, or no name of a folder.
+    """
     state = split_training_state(ckpt, source, options.like and options.like.optimizer)
     tensors = {n: replace(t, dtype=options.cast(f"model.{n}", t.dtype)) for n, t in state.tensors.items()}
     asked = options.of(UniversalOptions)
@@ -78,7 +84,12 @@ def _add_parameter(
 ) -> None:
     """Add the folder of a parameter: fp32.pt, a file for each slot, and at stages 1 and 2 one for each counter.
 
-    `slots` and `shared` are the slots and counters of its group, for a parameter without state.
+    Args:
+        files: the files of the draft.
+        models: the model files, which collect the places of all tensors.
+        name: the parameter.
+        slots: the slots of its param group, which are zeros for a parameter without state.
+        shared: the counters of its group, for a parameter without state.
 
     Raises:
         Unsupported: its name cannot be that of a folder.
@@ -110,7 +121,8 @@ def _add_parameter(
 
 
 def _stage_of(ckpt: Checkpoint) -> int:
-    """Return the stage of the engine that wrote the source; 3 if it was not DeepSpeed."""
+    """Return the ZeRO stage, 1 to 3, of the engine that wrote the source; 3 if that is not known, or it was not
+    DeepSpeed."""
     if ckpt.layout in ("zero1", "zero2", "zero3"):
         return int(ckpt.layout[-1])
     found = ckpt.values.get("extra.ds_config.zero_optimization.stage")
@@ -118,7 +130,8 @@ def _stage_of(ckpt: Checkpoint) -> int:
 
 
 def _number_groups(groups: Sequence[Mapping[str, object]]) -> list[int]:
-    """Number the groups that have parameters; an empty one gets the number of the next."""
+    """Number the param groups, {parameter: anything} each, counting only those that have parameters; an empty one gets
+    the number of the next."""
     out, k = [], 0
     for g in groups:
         out.append(k)
@@ -127,7 +140,7 @@ def _number_groups(groups: Sequence[Mapping[str, object]]) -> list[int]:
 
 
 def _not_restored(plan: dw.SavePlan) -> list[str]:
-    """Return notes on what DeepSpeed's own loader will not restore from the files."""
+    """Return notes for the user on what DeepSpeed's own loader will not restore from the files."""
     state, stage, out = plan.state, plan.stage, []
     names = [*state.buffers, *state.frozen, *state.extra_states]
     if names:

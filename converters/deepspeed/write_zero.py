@@ -27,7 +27,8 @@ __all__ = ["prepare", "write_stage"]
 
 
 def prepare(ckpt: Checkpoint, source: Source, options: WriteOptions) -> Checkpoint:
-    """Return the state with fp32 masters as the weights, where the source has both.
+    """Return the state with its fp32 masters, the copies of the weights that the optimizer updates, as the weights,
+    where the source has both, and with all that torch's LambdaLR needs where the source saves its last epoch only.
 
     Raises:
         Unsupported: a master does not round to its weight.
@@ -36,10 +37,12 @@ def prepare(ckpt: Checkpoint, source: Source, options: WriteOptions) -> Checkpoi
 
 
 def write_stage(ckpt: Checkpoint, source: Source, options: WriteOptions, stage: int) -> Draft:
-    """Plan a save of a stage for an engine of `world_size` ranks.
+    """Plan a save of a ZeRO stage, 1 to 3, for an engine of `options.world_size` ranks, by default as many as the
+    source had.
 
     Raises:
-        UsageError: no world size was given and the source has none. Unsupported: see split_state.split_training_state.
+        UsageError: no world size was given and the source has none.
+        Unsupported: DeepSpeed cannot hold the state.
     """
     world = options.ranks(ckpt)
     state = split_training_state(ckpt, source, options.like and options.like.optimizer)
@@ -67,6 +70,13 @@ class _Optimizers:
     """The optimizer files: flat tensors of masters, then of every slot, the same record by record on all ranks."""
 
     def __init__(self, plan: dw.SavePlan, groups: Groups, world: int) -> None:
+        """Lay out the flat tensors of all ranks.
+
+        Args:
+            plan: what all files of the save have in common.
+            groups: [{name: shape}], the parameters in each flat tensor.
+            world: the number of ranks.
+        """
         self.plan, self.groups, self.world, self.stage = plan, groups, world, plan.stage
         stage = plan.stage
         self.dropped: list[Dropped] = []
@@ -95,20 +105,22 @@ class _Optimizers:
             self.dropped += lost
 
     def numel_of(self, rank: int, column: tuple[int, str | None, str]) -> int:
-        """Count the elements of a rank's flat tensor. Stages 1 and 2 strip the padding off the masters alone."""
+        """Return the number of elements of a rank's flat tensor, which `column` gives as (number of the group, slot or
+        None for the masters, dtype). At stages 1 and 2 only masters have their padding at the end of the group stripped
+        off."""
         g, slot, _ = column
         if self.stage == 3 or slot is not None:
             return self.parts[g]
         return max(0, min(self.parts[g], self._raw_numel(g) - rank * self.parts[g]))
 
     def _raw_numel(self, g: int) -> int:
-        """Count the elements of a group's parameters, without padding."""
+        """Return the number of elements of the parameters in group `g`, without padding."""
         return sum(map(prod, self.groups[g].values()))
 
     def add(self, files: TorchFiles, ids: list[list[int]]) -> None:
-        """Add all files, and the places of the tensors in them.
+        """Add the optimizer files of all ranks, and the places of the tensors in them.
 
-        `ids` are the flat tensors of each param group.
+        `ids` are the numbers of the flat tensors of each param group.
         """
         numbers = []
         for rank in range(self.world):
@@ -130,7 +142,8 @@ class _Optimizers:
                 self.sources[name] = self.plan.state.tensors[n] if slot is None else self.plan.state.slots[n][slot]
 
     def _tree(self, rank: int, ids: list[list[int]]) -> dict[str, object]:
-        """Return the content of a rank's optimizer file."""
+        """Return what a rank's optimizer file is to hold; `ids` are the numbers of the flat tensors of each param
+        group."""
         masters: list[Any] = []
         state: dict[int, dict[str, object]] = {g: dict(s) for g, s in enumerate(self.scalars) if s}
         for k, column in enumerate(self.columns):
@@ -159,7 +172,8 @@ class _Optimizers:
         return {"optimizer_state_dict": out, "ds_config": self.plan.ds_config, "ds_version": dw.DS_VERSION}
 
     def _slice_mappings(self, rank: int, group: dict[str, tuple[int, ...]]) -> dict[str, object]:
-        """Return param_slice_mappings of a group: where a rank's flat tensor has its parts of the parameters."""
+        """Return param_slice_mappings of a group, {name: shape} of its parameters: {name: address to be pickled} of the
+        part of each parameter in a rank's flat tensor. Parameters of which the rank has no part are left out."""
         return {
             n: dw.pickled_fragment(last - first, at)
             for n in group

@@ -57,8 +57,8 @@ __all__ = ["LAYOUTS"]
 
 
 def _detect(where: Place, stage3: bool) -> tuple[bool, str]:
-    """Return (whether it is a DeepSpeed save of stage 3 if `stage3`, else of stages 0 to 2; the file that shows it, or
-    what is missing)."""
+    """Return (whether a place is a DeepSpeed save of stage 3, or, unless `stage3`, of stages 0 to 2; the file that
+    shows it, or what is missing)."""
     source, file = where
     if file not in (None, "latest"):
         return False, "a folder, or its latest; this is another file"
@@ -85,8 +85,9 @@ def _read(where: Place, options: ReadOptions) -> Checkpoint:
     """Return the index of a save of any stage.
 
     Raises:
-        Corrupt: files of ranks are missing, duplicated, or of different saves. Unsupported: see
-            files.refuse_unsupported_files.
+        Corrupt: files of ranks are missing, duplicated, or of different saves.
+        Unsupported: the save is not purely data parallel, or has its optimizer state on NVMe.
+        UsageError: there are several saves, and none is named.
     """
     reading = SaveReader(where, options)
     if not reading.save.files(ds.MODEL, 1):
@@ -109,15 +110,18 @@ class _Optim(NamedTuple):
 
 
 def _load_optimizer_files(reading: SaveReader, world: int, flats: str, base: str, count: int) -> list[_Optim]:
-    """Load the optimizer files, each checked by itself and against that of rank 0.
+    """Load the optimizer files, in the order of the ranks, each checked by itself and against that of rank 0.
 
     Args:
+        reading: the reader of the save.
+        world: the number of ranks.
         flats: the key of the masters.
         base: the key of the state of the base optimizer.
         count: the number of flat tensors that param_shapes says.
 
     Raises:
-        Corrupt: a file contradicts the others or param_shapes. Unsupported: experts are partitioned by themselves.
+        Corrupt: a file is missing, or contradicts the others or param_shapes.
+        Unsupported: experts are partitioned by themselves.
     """
     out: list[_Optim] = []
     for name in reading.files_of_ranks(ds.OPTIM, 2, world, "optimizer"):
@@ -158,19 +162,27 @@ def _load_optimizer_files(reading: SaveReader, world: int, flats: str, base: str
 
 
 def _is_flat(x: object) -> bool:
-    """Whether data from a pickle is a contiguous 1-D tensor of floats."""
+    """Return whether data from a pickle is a contiguous 1-D tensor of floats."""
     return isinstance(x, StoredTensor) and len(x.shape) == 1 and x.contiguous and "float" in x.dtype
 
 
 def _slots(state: dict[int, dict[str, Any]]) -> dict[int, set[str]]:
-    """Return {flat tensor: names of its slots}."""
+    """Return {number of a flat tensor: names of its slots} of an optimizer's state."""
     return {g: set(slots) for g, slots in state.items()}
 
 
 def _join_parts(
     reading: SaveReader, files: Sequence[File], flats: Sequence[Any], p: FlatPlace, path: Path
 ) -> TensorEntry:
-    """Build the entry of a parameter, or of a slot of one, from its parts in the flat tensors of all ranks."""
+    """Build the entry of a parameter, or of a slot of one, from its parts in the flat tensors of all ranks.
+
+    Args:
+        reading: the reader of the save.
+        files: the optimizer file of each rank.
+        flats: the flat tensor in each of them.
+        p: where the parameter lies in these.
+        path: the path of the entry.
+    """
     dtype = flats[0].dtype
     ranges = []
     for rank, first, last, at in p.parts:
@@ -180,7 +192,13 @@ def _join_parts(
 
 
 def _add_masters(reading: SaveReader, optims: list[_Optim], flats: dict[str, FlatPlace]) -> None:
-    """Add the masters, which are the weights of all parameters that are trained."""
+    """Add the masters, the fp32 copies that the optimizer updates, as the weights of all parameters that are trained.
+
+    Args:
+        reading: the reader of the save.
+        optims: the optimizer file of each rank.
+        flats: {parameter: where it lies in the flat tensors}.
+    """
     files = [o.file for o in optims]
     for name, p in flats.items():
         reading.masters[name] = _join_parts(reading, files, [o.masters[p.group] for o in optims], p, ("model", name))
@@ -191,8 +209,15 @@ def _add_optimizer(
 ) -> None:
     """Add the optimizer: a flat slot is cut like the masters, a step is shared by the parameters of its group.
 
-    `members` are the parameters of each flat tensor, in the order of the optimizer; `lengths(rank, group)` the lengths
-    that a flat slot may have.
+    Args:
+        reading: the reader of the save.
+        optims: the optimizer file of each rank.
+        flats: {parameter: where it lies in the flat tensors}.
+        members: the parameters of each flat tensor, in the order of the optimizer.
+        lengths: called as lengths(rank, number of the flat tensor), returns the set of lengths that a slot may have.
+
+    Raises:
+        Corrupt: the ranks contradict one another, or a slot has another length.
     """
     files = [o.file for o in optims]
     for g in sorted(optims[0].state):
@@ -233,10 +258,17 @@ def _add_optimizer(
 
 
 def _shared_counter(reading: SaveReader, files: list[File], values: list[Any], what: str) -> Any:
-    """Return a counter on which all ranks must agree: rank 0's entry if it is a 0-dim tensor, or a number.
+    """Return a counter on which all ranks must agree: the entry of rank 0's tensor, or the value itself if it is no
+    tensor.
+
+    Args:
+        reading: the reader of the save.
+        files: the optimizer file of each rank.
+        values: the counter in each of them.
+        what: how errors name it.
 
     Raises:
-        Corrupt: ranks have different ones, or it is neither.
+        Corrupt: ranks have different ones, or it is neither a tensor nor a number.
     """
     first = values[0]
     if not isinstance(first, (StoredTensor, int, float, str, type(None))):
@@ -254,7 +286,12 @@ def _shared_counter(reading: SaveReader, files: list[File], values: list[Any], w
 
 
 def _read_stage3(reading: SaveReader) -> Checkpoint:
-    """Read a save of stage 3, whose ranks have a part of every parameter."""
+    """Read a save of stage 3, whose ranks have a part of every parameter, and return its index.
+
+    Raises:
+        Corrupt: files are missing, or contradict one another.
+        Unsupported: the optimizer state was on NVMe.
+    """
     models = reading.load_models_of_stage3()
     world = len(models)
     shapes = ds.param_shapes(models[0])
@@ -280,7 +317,12 @@ def _read_stage3(reading: SaveReader) -> Checkpoint:
 
 
 def _read_stage12(reading: SaveReader, model: File) -> Checkpoint:
-    """Read a save of stage 1 or 2, whose ranks have a range of every param group."""
+    """Read a save of stage 1 or 2, whose ranks have a range of every param group, and return its index. `model` is its
+    only model file.
+
+    Raises:
+        Corrupt: files are missing, or contradict one another.
+    """
     world = model.get("dp_world_size", int)
     if world < 1 or world > 1 << 20:
         raise Corrupt(f"{model.what}: dp_world_size is {world}.")
@@ -319,7 +361,8 @@ def _read_stage12(reading: SaveReader, model: File) -> Checkpoint:
 
 
 def _without_optimizer(reading: SaveReader, model: File, world: int, lost: int) -> Checkpoint:
-    """Salvage the weights that the engine computes with, which every rank has whole at stages 1 and 2.
+    """Return the index of a damaged save with the weights alone, those that the engine computes with, which every rank
+    has whole at stages 1 and 2.
 
     Masters and state of the optimizer are in the files of all ranks together, so none of a tensor is left where `lost`
     of the `world` files are missing.
@@ -337,7 +380,8 @@ def _without_optimizer(reading: SaveReader, model: File, world: int, lost: int) 
 
 
 def _members_in_order(reading: SaveReader, optims: list[_Optim], g: int, shapes: list[str]) -> list[str]:
-    """Return the parameters of a group in the order of the optimizer.
+    """Return the parameters of group `g` in the order of the optimizer, with a note if that is not the order of
+    `shapes`, the names in param_shapes.
 
     round_robin_gradients shuffles them in the flat tensor, and param_shapes with them; param_slice_mappings keep the
     order the optimizer was given, which is what the next engine will have.
@@ -360,10 +404,14 @@ def _members_in_order(reading: SaveReader, optims: list[_Optim], g: int, shapes:
 
 
 def _part_sizes(optims: list[_Optim], shapes: Groups) -> tuple[list[int], list[list[int]]]:
-    """Return (elements of a rank's part by group, [paddings after each parameter] by group).
+    """Return ([elements of a rank's part] by group, [elements of padding after each parameter] by group).
+
+    Args:
+        optims: the optimizer file of each rank.
+        shapes: [{name: shape}], the parameters in each group.
 
     Raises:
-        Corrupt: they are too short for the parameters, or too long.
+        Corrupt: the parts are too long for the parameters, or the paddings are of another form or differ between ranks.
     """
     world = len(optims)
     whole = optims[0].whole
@@ -391,7 +439,13 @@ def _part_sizes(optims: list[_Optim], shapes: Groups) -> tuple[list[int], list[l
 
 
 def _read_stage0(reading: SaveReader, model: File) -> Checkpoint:
-    """Read a save without ZeRO: everything is in one model file, the optimizer with numbers for parameters."""
+    """Read a save without ZeRO, and return its index: everything is in one model file, the optimizer with numbers for
+    parameters.
+
+    Raises:
+        Corrupt: the file is damaged, or another program changed it.
+        Unsupported: the masters are flat, in an order that the file does not hold.
+    """
     if "optimizer" not in model.tree:
         raise Corrupt(
             f'{model.what} has no "optimizer", which DeepSpeed writes into every file of model states and its engine '
@@ -433,8 +487,10 @@ def _read_stage0(reading: SaveReader, model: File) -> Checkpoint:
 
 
 def _replace_masters(out: Checkpoint, reading: SaveReader, model: File, masters: Any) -> None:
-    """Take the weights of a stage 0 bf16 engine from the masters in its optimizer: [[tensor]] in the order of its param
-    groups.
+    """Replace the weights in the index `out` by their masters, the fp32 copies that a stage 0 bf16 engine has in its
+    optimizer.
+
+    `masters` is [[tensor]], in the order of the param groups.
 
     Raises:
         Corrupt: they do not fit the param groups or the shapes of the weights.
@@ -460,7 +516,8 @@ def _replace_masters(out: Checkpoint, reading: SaveReader, model: File, masters:
 
 
 def _next_step(advice: Advice) -> str:
-    """Say that DeepSpeed resumes at the same world size, and how at another one."""
+    """Return the sentence for the user that DeepSpeed resumes at the same world size, with the command for another
+    one."""
     again = advice.convert(f"--to {advice.ckpt.layout} -n RANKS")
     return f"resumes in DeepSpeed at {advice.ranks}; at another world size: {again}"
 
@@ -543,7 +600,13 @@ _PROGRAM_OF_STAGE_3 = replace(
 
 
 def _layout(stage: int, title: str, detect: Callable[[Place], tuple[bool, str]]) -> Layout:
-    """Make the layout of a stage."""
+    """Make the layout of a ZeRO stage, 1 to 3.
+
+    Args:
+        stage: the stage.
+        title: what messages call it.
+        detect: whether a place is such a save, and why.
+    """
     aliases = ("deepspeed", "zero") if stage == 3 else ()
     return Layout(
         name=f"zero{stage}",

@@ -68,7 +68,7 @@ __all__ = ["LAYOUTS"]
 
 
 def detect(where: Place) -> tuple[bool, str]:
-    """Tell whether a place is a folder with files of ranks and without `.metadata`, and why."""
+    """Return (whether a place is a folder with files of ranks and without `.metadata`; why or why not)."""
     source, name = where
     if name is not None:
         return False, "a folder with one torch.save file a rank; this is a file"
@@ -93,8 +93,9 @@ def read(where: Place, options: ReadOptions) -> Checkpoint:
     """Return the index of a folder of per-rank files.
 
     Raises:
-        Corrupt: a rank is missing, exchanged, or of another step. Unsupported: the files do not tell, and neither do
-            the options, what lies in a flat parameter.
+        Corrupt: a rank is missing, exchanged, or of another step, or a file is damaged.
+        Unsupported: the files do not tell, and neither do the options, what lies in a flat parameter.
+        UsageError: an option cannot be used.
     """
     try:
         return _read_folder(where.source, options)
@@ -108,7 +109,13 @@ def read(where: Place, options: ReadOptions) -> Checkpoint:
 
 
 def _read_folder(source: Source, options: ReadOptions) -> Checkpoint:
-    """Read model, optimizer and the rest from the files of ranks, and name them."""
+    """Read model, optimizer and the rest from the files of ranks, give them canonical names, and return the index.
+
+    Raises:
+        Corrupt: a rank is missing, exchanged, or of another step.
+        Unsupported: nothing tells what lies in a flat parameter.
+        KeyError, TypeError, ValueError, IndexError, AttributeError: the files are not as FSDP1 writes them.
+    """
     files = Files(source)
     lost: list[str] = []
     parts = read_rank_files(
@@ -146,7 +153,8 @@ def _read_folder(source: Source, options: ReadOptions) -> Checkpoint:
 
 
 def _extra_states(files: Files, rank: Rank) -> Leaves:
-    """Return what `get_extra_state()` of modules gave, taken apart; one that is a tensor is read like a buffer."""
+    """Return {path: leaf} of what `get_extra_state()` of modules gave, as the file of one rank has it; one that is a
+    tensor is left out, since it is read like a buffer."""
     out: Leaves = {}
     clean = strip_wrappers(str(k) for k in rank.tree)
     for key, x in rank.tree.items():
@@ -157,7 +165,7 @@ def _extra_states(files: Files, rank: Rank) -> Leaves:
 
 
 def _own_config(source: Source) -> dict[str, object] | None:
-    """Return the model's config.json in the folder; None where there is none."""
+    """Return the model's config.json in the folder, or in its huggingface/; None where there is none."""
     for name in ("config.json", "huggingface/config.json"):
         if source.exists(name):
             found = parse(source.read_all(name, 16 << 20), f"{source.root}/{name}")
@@ -175,10 +183,18 @@ def _read_model(
     names: Callable[[], tuple[ModelNames, str] | None],
     options: ModelHints,
 ) -> tuple[dict[str, TensorEntry], ModelInfo]:
-    """Read the model: {FQN: tensor or value}, and what reading the optimizer needs to know of it.
+    """Read the model; return ({FQN: tensor or value}, what reading the optimizer needs to know of it).
 
-    `names()` gives (names and shapes in the model's order, where they are from), or None if nothing tells; called only
-    for flat parameters whose layout neither files nor options give.
+    Args:
+        files: the files read.
+        ranks: what each rank has of the model.
+        names: called only for flat parameters whose layout neither files nor options give; returns (names and shapes in
+            the model's order, where they are from), or None if nothing tells them.
+        options: what the user says of the model.
+
+    Raises:
+        Corrupt: the ranks contradict one another.
+        Unsupported: nothing tells what lies in a flat parameter.
     """
     keys = list(dict.fromkeys(k for r in ranks for k in r.tree))
     clean = strip_wrappers(str(k) for k in keys)
@@ -195,7 +211,8 @@ def _read_model(
 
 
 def _places_of_ranks(files: Files, ranks: list[Rank]) -> dict[int, tuple[int, int]]:
-    """Return {rank: (its place in the sharding group, size of the group)}, as tensors tell it, else (rank, ranks)."""
+    """Return {rank: (its position in the group of ranks that shard the model together, size of that group)}, as its
+    sharded tensors state it; where they do not, the group is all ranks."""
     out = {}
     for r in ranks:
         place = next((files.shards(r.file, str(k), x).place for k, x in r.tree.items() if is_sharded(x)), None)
@@ -211,7 +228,21 @@ def _cut_flat_parameters(
     names: Callable[[], tuple[ModelNames, str] | None],
     options: ModelHints,
 ) -> tuple[dict[str, TensorEntry], ModelInfo]:
-    """Cut the parameters of a LOCAL_STATE_DICT out of its flat parameters."""
+    """Cut the parameters of a LOCAL_STATE_DICT out of its flat parameters; return ({FQN: tensor}, what reading the
+    optimizer needs to know of the model).
+
+    Args:
+        files: the files read.
+        ranks: what each rank has of the model.
+        columns: {name: what each of `ranks` has under it}.
+        places: {rank: (its position in its sharding group, size of the group)}.
+        names: returns (names and shapes in the model's order, where they are from), or None if nothing tells them.
+        options: what the user says of the model.
+
+    Raises:
+        Corrupt: the ranks contradict one another, or a flat parameter is no 1-D tensor of floats.
+        Unsupported: nothing tells what lies in a flat parameter.
+    """
     plain = {n: c for n, c in columns.items() if n.rpartition(".")[2] != FLAT}
     flats: dict[str, TensorEntry] = {}
     pieces: dict[str, list[tuple[int, StoredTensor] | None]] = {}
@@ -255,7 +286,8 @@ def _cut_flat_parameters(
 
 
 def _next_step(advice: Advice) -> str:
-    """Say that its job resumes at the same world size, and how at another one."""
+    """Return the sentence for the user that the job resumes at the same world size, with the command for another
+    one."""
     return f"resumes in its job at {advice.ranks}; at another world size: {advice.convert('--to dcp -n RANKS')}"
 
 

@@ -19,10 +19,12 @@ __all__ = ["read_model"]
 
 
 def read_model(files: Files, ranks: list[Rank]) -> tuple[dict[str, object], ModelInfo]:
-    """Read the model of FairScale's shards, which describe their own content (`local_metadata_dict`).
+    """Read the model of FairScale's shards, which describe their own content in `shard_metadata`; return ({name: tensor
+    or value}, what reading the optimizer needs to know of it).
 
     Raises:
-        Unsupported: experts that ranks do not share. Corrupt: the metadata contradicts the tensors.
+        Unsupported: there are experts that each rank has for itself.
+        Corrupt: the metadata contradicts the tensors.
     """
     try:
         return _from_metadata(files, ranks)
@@ -34,11 +36,12 @@ def read_model(files: Files, ranks: list[Rank]) -> tuple[dict[str, object], Mode
 
 
 def _from_metadata(files: Files, ranks: list[Rank]) -> tuple[dict[str, object], ModelInfo]:
-    """Cut the parameters out of the flat parameters as `shard_metadata` says.
+    """Cut the parameters out of the flat parameters as `shard_metadata` says; return ({name: tensor or value}, what
+    reading the optimizer needs to know of the model).
 
     Raises:
-        KeyError, TypeError, ValueError, ...: the metadata does not fit the tensors.
-        Unsupported: experts that ranks do not share.
+        KeyError, TypeError, ValueError, IndexError, AttributeError: the metadata does not fit the tensors.
+        Unsupported: there are experts that each rank has for itself.
     """
     trees = [
         {k.replace("_fsdp_wrapped_module.", "").replace("_fpw_module.", ""): x for k, x in r.tree.items()}

@@ -53,7 +53,7 @@ class Spans(NamedTuple):
 
     @classmethod
     def of(cls, t: TensorEntry) -> Spans:
-        """Return the spans of a 1-D tensor."""
+        """Return the spans of the chunks of a 1-D tensor; empty chunks have none."""
         c = t.chunks
         rows = sorted(r for r in zip(c.start, c.shape, c.file, c.offset, strict=True) if r[1])
         return cls(
@@ -62,7 +62,16 @@ class Spans(NamedTuple):
 
     @classmethod
     def joined(cls, files: Files, first: int, slices: Iterable[tuple[Rank, StoredTensor]]) -> Spans:
-        """Return the spans of slices that follow one another from element `first` on."""
+        """Return the spans of slices that follow one another, and remember the CRC32s of their tensors.
+
+        Args:
+            files: the files read.
+            first: the element of the flat tensor at which the first slice begins.
+            slices: each rank that has a slice, with its tensor.
+
+        Raises:
+            Unsupported: a slice is not contiguous.
+        """
         out = cls([], [], [], [], "")
         for r, t in slices:
             out = out._replace(dtype=t.dtype)
@@ -76,7 +85,7 @@ class Spans(NamedTuple):
         return out
 
     def chunks(self, part: FlatPart) -> Chunks:
-        """Return the boxes of a parameter."""
+        """Return the chunks of a parameter that is a part of the flat tensor, with their places in files."""
         out, item = Chunks(len(part.shape)), ITEMSIZE[self.dtype]
         k = bisect_right(self.end, part.first)
         while k < len(self.first) and self.first[k] < part.first + part.numel:
@@ -97,7 +106,17 @@ def layout_of(
     names: Callable[[], tuple[ModelNames, str] | None],
     options: ModelHints,
 ) -> tuple[FlatLayout, set[str]]:
-    """Return (the layout of the flat parameters, names whose slices the files have).
+    """Find out what lies in the flat parameters; return (their layout, names under which the files have 1-D slices of
+    parameters).
+
+    Args:
+        files: the files read.
+        plain: {name: what each rank has} of everything in the model that is no flat parameter.
+        flats: {wrapped module: its flat parameter}.
+        own: which slice each rank has.
+        names: called if neither files nor options give a layout; returns (names and shapes in the model's order, where
+            they are from), or None if nothing tells them.
+        options: what the user says of the model.
 
     Raises:
         Unsupported: the layout is unknown, or does not fit the files.
@@ -145,7 +164,7 @@ def layout_of(
         aligns = flat_layout.possible_alignments(whole.dtype) if uop else (0,)
 
         def fits(flat: Flat, size: int = whole.shape[0]) -> bool:
-            """Whether a flat parameter has the length, and its parts the slices, that the files have."""
+            """Return whether a flat parameter has `size` elements, and its parts the slices that the files have."""
             return flat.numel == size and all(
                 own.slices_fit(flat, p, plain[p.name]) for p in flat.parts if p.name in slices
             )
@@ -166,19 +185,25 @@ class RankSlices(NamedTuple):
 
     @property
     def shards(self) -> int:
-        """Into how many slices flat parameters are cut."""
+        """Return the number of slices that flat parameters are cut into; 1 without ranks."""
         return max((n for _, n in self.places), default=1)
 
     def first_ranks(self) -> list[int]:
-        """Return the first rank, by its position, of each slice."""
+        """Return, for each slice in order, the position of the first rank that has it."""
         seen: dict[int, int] = {}
         for i, (k, _) in enumerate(self.places):
             seen.setdefault(k, i)
         return [i for _, i in sorted(seen.items())]
 
     def slices_fit(self, flat: Flat, part: FlatPart, column: Column) -> bool:
-        """Whether the slices of a parameter in the files have the lengths and places that follow from the flat
-        parameter."""
+        """Return whether the slices of a parameter in the files have the lengths and places that follow from the flat
+        parameter.
+
+        Args:
+            flat: the flat parameter.
+            part: the parameter as a part of it.
+            column: the slice of the parameter that each rank has.
+        """
         for i, t in enumerate(column):
             a, b = flat_layout.slice_of(flat.numel, self.shards, self.places[i][0])
             a, b = max(a, part.first), min(b, part.first + part.numel)
@@ -192,8 +217,14 @@ class RankSlices(NamedTuple):
 
 
 def _slices(plain: dict[str, Column], own: RankSlices, shapes: Mapping[str, tuple[int, ...]]) -> set[str]:
-    """Return the names that stand for the 1-D slices of a parameter (use_orig_params), not for buffers, which every
-    rank has whole: views of the flat parameter, or as long together as the parameter."""
+    """Return the names under which the files have 1-D slices of a parameter (use_orig_params): views of the flat
+    parameter, or together as long as the parameter. Buffers, which every rank has whole, are none.
+
+    Args:
+        plain: {name: what each rank has} of everything in the model that is no flat parameter.
+        own: which slice of the flat parameters each rank has.
+        shapes: {name: shape} of the parameters, as far as they are known.
+    """
     out = set()
     firsts = own.first_ranks()
     storages = [{x[1].storage for p in own.pieces.values() if (x := p[i])} for i in range(len(own.places))]
@@ -209,7 +240,12 @@ def _slices(plain: dict[str, Column], own: RankSlices, shapes: Mapping[str, tupl
 
 
 def _tied_slices(plain: dict[str, Column], slices: set[str]) -> dict[str, str]:
-    """Return {name: the one before whose slices are the same bytes on every rank}."""
+    """Return {name: the earlier name whose slices are the same bytes on every rank} of tied weights.
+
+    Args:
+        plain: {name: what each rank has} of everything in the model that is no flat parameter.
+        slices: the names that are slices of parameters.
+    """
     first: dict[Any, str] = {}
     out = {}
     for name in plain:
@@ -221,8 +257,12 @@ def _tied_slices(plain: dict[str, Column], slices: set[str]) -> dict[str, str]:
 
 
 def given_layout(files: Files, options: ModelHints) -> tuple[FlatLayout, str] | None:
-    """Read the flat layout next to the files, or that of --flat-layout; return it and its origin, None where there
-    is none."""
+    """Read the flat layout next to the files, else that of --flat-layout; return (layout, where it is from), or None
+    where there is neither.
+
+    Raises:
+        CkpttoolError: it is not a flat layout.
+    """
     if files.source.exists(flat_layout.RECORD):
         what = f"{files.source.root}/{flat_layout.RECORD}"
         return flat_layout.parse_json(files.source.read_all(flat_layout.RECORD, 256 << 20), what), flat_layout.RECORD
@@ -242,8 +282,17 @@ def _check_layout(
 ) -> None:
     """Compare a layout that was given with the files.
 
+    Args:
+        files: the files read.
+        layout: the layout.
+        where: where it is from, for errors.
+        flats: {wrapped module: its flat parameter}.
+        plain: {name: what each rank has} of everything in the model that is no flat parameter.
+        own: which slice of the flat parameters each rank has.
+        slices: the names in `plain` that are slices of parameters.
+
     Raises:
-        Unsupported: with the module and the numbers.
+        Unsupported: they do not fit; with the module and the numbers.
     """
     known = {f.module: f for f in layout.flats}
     if known.keys() != flats.keys():
@@ -270,8 +319,15 @@ _OPTIMIZER = "the optimizer's state"
 def model_names_of(
     files: Files, options: ModelHints, config: dict[str, Any] | None, optim: list[list[Rank]]
 ) -> tuple[ModelNames, str] | None:
-    """Return names and shapes of the model in its order, and their source: --like, the config, or sharded tensors in
-    the optimizer; None where none of these tells."""
+    """Return (names and shapes of the model in its order, where they are from): from --like, the config, or sharded
+    tensors in the optimizer; None where none of these tells.
+
+    Args:
+        files: the files read.
+        options: what the user says of the model.
+        config: the model's config.json; None where there is none.
+        optim: what each rank has of each optimizer.
+    """
     if options.like is not None and options.like.shapes:
         like = options.like
         buffers = frozenset(n for n, (_, dtype) in like.shapes.items() if "float" not in dtype)
@@ -291,7 +347,8 @@ def model_names_of(
 
 
 def _no_description(files: Files, flats: Iterable[str]) -> Unsupported:
-    """Make the error for flat parameters of which nothing tells the content, with the ways to describe them."""
+    """Return the error for flat parameters whose content nothing tells, with the ways to describe it. `flats` are the
+    names of their modules."""
     name = printable(os.path.basename(files.source.root))
     return Unsupported(
         f"{files.source.root} holds flat parameters of {flat_layout.describe_modules(flats)}, but does not say which "
@@ -313,7 +370,18 @@ def _explain_no_fit(
     shards: int,
     uop: bool,
 ) -> str:
-    """Say that the parameters of a module are not as long as its flat parameter."""
+    """Return the text of the error that the parameters of a module are not as long as its flat parameter.
+
+    Args:
+        files: the files read.
+        module: the wrapped module.
+        numel: the elements of its flat parameter in the files.
+        members: (name, shape) of the parameters that lie in it.
+        aligns: the alignments that were tried, in elements.
+        where: where names and shapes are from.
+        shards: the number of slices of a flat parameter.
+        uop: whether the job used use_orig_params=True.
+    """
     sizes = [flat_layout.lay_out(module, members, a, shards).numel for a in aligns]
     text = f"{sizes[0]}" if not uop else ", ".join(f"{n} aligned to {a}" for a, n in zip(aligns, sizes, strict=True))
     return (

@@ -32,7 +32,20 @@ _Slots = dict[tuple[Any, Any], Column]
 def read_optimizer(
     files: Files, saved: list[list[Rank]], known: ModelInfo, options: ReadOptions, config: dict[str, Any] | None
 ) -> Leaves:
-    """Read the optimizer, {("optim", ...): leaf}, which may be saved twice: with FQNs and as numbered slices."""
+    """Read the optimizer and return its leaves, {("optim", ...): tensor or value}. It may be saved twice, with FQNs and
+    as numbered slices; the former is then read.
+
+    Args:
+        files: the files read.
+        saved: what each rank has, for each time that an optimizer was saved; at least one.
+        known: what is known of the model.
+        options: what the user says of the model.
+        config: the model's config.json; None where there is none.
+
+    Raises:
+        Unsupported: there are two optimizers, or numbers of parameters cannot be named with certainty.
+        Corrupt: the ranks, or the two saved forms, contradict one another.
+    """
     named = [r for r in saved if not _has_numbers(r[0].tree)]
     raw = [r for r in saved if _has_numbers(r[0].tree)]
     for kind in (named, raw):
@@ -73,16 +86,16 @@ def read_optimizer(
 
 
 def _has_numbers(tree: dict[Any, Any]) -> bool:
-    """Whether an optimizer has numbers for parameters, and not names."""
+    """Return whether an optimizer's state dict has numbers for its parameters, and not names."""
     ids = [x for g in tree.get("param_groups") or () if isinstance(g, dict) for x in g.get("params") or ()]
     return any(type(x) is int for x in ids or tree.get("state") or ())
 
 
 def _param_groups(files: Files, ranks: list[Rank]) -> list[dict[Any, Any]]:
-    """Return the param groups, which must be equal on all ranks.
+    """Return the param groups, which must be equal on all ranks, with tensors in them read.
 
     Raises:
-        Corrupt: they differ.
+        Corrupt: they differ, or a rank's file has none.
     """
     out: list[dict[Any, Any]] = []
     for r in ranks:
@@ -108,14 +121,14 @@ def _param_groups(files: Files, ranks: list[Rank]) -> list[dict[Any, Any]]:
 
 
 def _with_tensors(files: Files, r: Rank, path: Path, x: object) -> Leaves:
-    """Return the leaves of an option of a param group that holds tensors, such as a learning rate or Prodigy's
-    `d_numerator`; none of another."""
+    """Return the leaves, below `path`, of an option of a param group that holds tensors, such as a learning rate or
+    Prodigy's `d_numerator`; {} where the option `x` of rank `r` holds none."""
     return {} if next(stored_tensors.tensors_in(x), None) is None else files.leaves(r.file, x, path)
 
 
 def _slots(ranks: list[Rank]) -> _Slots:
-    """Return {(parameter, slot): what each rank has, None where nothing}. A rank without elements of a parameter has
-    no slot of it.
+    """Return {(name or number of a parameter, slot): what each rank has, None where nothing}. A rank without elements
+    of a parameter has no slot of it.
 
     Raises:
         Corrupt: a rank has only some of the slots of a parameter.
@@ -139,14 +152,14 @@ def _slots(ranks: list[Rank]) -> _Slots:
 
 
 def _check_same_save(files: Files, a: list[Rank], b: list[Rank]) -> None:
-    """Compare the two forms of one optimizer: hyperparameters and steps.
+    """Compare the two forms in which one optimizer was saved, each as its ranks have it: hyperparameters and steps.
 
     Raises:
         Corrupt: they are from different saves.
     """
 
     def summary(ranks: list[Rank]) -> tuple[Any, Any]:
-        """Return (hyperparameters, {steps}) of an optimizer."""
+        """Return (hyperparameters of each param group, {steps as text}) of an optimizer."""
         groups = [
             {k: v for k, v in g.items() if k not in ("params", "param_names")} for g in _param_groups(files, ranks)
         ]
@@ -172,7 +185,8 @@ def _check_same_save(files: Files, a: list[Rank], b: list[Rank]) -> None:
 
 
 def _flat_numbers(columns: _Slots) -> bool:
-    """Whether numbered slots are slices of flat parameters: 1-D, all of them."""
+    """Return whether the slots of numbered parameters are slices of flat parameters: 1-D, all that are no single
+    number."""
     wide = [x for c in columns.values() for x in c if is_sharded(x) or (isinstance(x, StoredTensor) and x.shape)]
     return bool(wide) and all(isinstance(x, StoredTensor) and len(x.shape) == 1 for x in wide)
 
@@ -186,10 +200,20 @@ def _read_flat_optimizer(
     options: ReadOptions,
     config: dict[str, Any] | None,
 ) -> Leaves:
-    """Return state and groups by FQN of an optimizer whose slots are 1-D slices.
+    """Return the leaves of state and groups, by FQN, of an optimizer whose slots are 1-D slices.
+
+    Args:
+        files: the files read.
+        ranks: what each rank has of the optimizer.
+        columns: {(number of a parameter, slot): what each rank has}.
+        groups: the param groups.
+        known: what is known of the model.
+        options: what the user says of the model.
+        config: the model's config.json; None where there is none.
 
     Raises:
-        Unsupported: the numbers cannot be named with certainty. Corrupt: slots of one parameter are not equally long.
+        Unsupported: the numbers cannot be named with certainty.
+        Corrupt: slots of one parameter are not equally long.
     """
     ids = [list(g.get("params") or ()) for g in groups]
     lengths = _lengths_by_number(files, ranks, columns)
@@ -227,7 +251,14 @@ def _read_flat_optimizer(
 
 
 def _whole_slots(files: Files, ranks: list[Rank], columns: _Slots) -> Leaves:
-    """Return slots of parameters by name or number, which are whole or ShardedTensor or DTensor."""
+    """Return the leaves of slots that each rank has whole, or as ShardedTensor or DTensor, under the names or numbers
+    that the files have for their parameters.
+
+    `columns` is {(name or number of a parameter, slot): what each rank has}.
+
+    Raises:
+        Corrupt: the ranks contradict one another.
+    """
     out: Leaves = {}
     for (x, slot), column in columns.items():
         out["optim", "state", str(x), str(slot)] = assemble_slot(files, ranks, f"{x}.{slot}", column)
@@ -237,6 +268,8 @@ def _whole_slots(files: Files, ranks: list[Rank], columns: _Slots) -> Leaves:
 def _lengths_by_number(files: Files, ranks: list[Rank], columns: _Slots) -> dict[Any, tuple[int, ...]]:
     """Return {number of a parameter: elements that each rank has of it}. If a slot has one element on every rank and
     other slots have more, it is one number for the whole parameter.
+
+    `columns` is {(number of a parameter, slot): what each rank has}.
 
     Raises:
         Corrupt: two slots of one parameter differ, or the ranks differ in dtype.
@@ -271,18 +304,18 @@ def _lengths_by_number(files: Files, ranks: list[Rank], columns: _Slots) -> dict
 
 
 def _count_elements(column: Column) -> tuple[int, ...]:
-    """Count the elements that each rank has of a slot; 0 if it is missing, or a number."""
+    """Return the number of elements that each rank has of a slot; 0 where it is missing, or a number."""
     return tuple(prod(t.shape) if isinstance(t, StoredTensor) and t.shape else 0 for t in column)
 
 
 def _is_number(column: Column) -> bool:
-    """Whether a slot is one number for all of a parameter."""
+    """Return whether a slot is, on every rank, one number for all of a parameter, or missing."""
     return all(not isinstance(t, StoredTensor) or prod(t.shape) == 1 for t in column)
 
 
 def _lengths_by_name(layout: FlatLayout, own: RankSlices) -> list[tuple[str, tuple[int, ...]]]:
-    """Return (name, elements that each rank has) of everything that the optimizer numbers, in the order of the
-    model."""
+    """Return (name, elements that each rank has) of everything that the optimizer numbers, in the order of the model:
+    flat parameters, or parameters with use_orig_params."""
     out = []
     for flat in layout.flats:
         if not layout.use_orig_params:
@@ -299,7 +332,13 @@ def _lengths_by_name(layout: FlatLayout, own: RankSlices) -> list[tuple[str, tup
 
 
 def _match_numbers(layout: FlatLayout, own: RankSlices, expected: list[list[Any]]) -> list[list[str]] | None:
-    """Return the name of every number, group by group; None unless the lengths leave exactly one way."""
+    """Return the names of the numbered parameters, group by group; None unless the lengths leave exactly one way.
+
+    Args:
+        layout: the layout of the flat parameters.
+        own: which slice of them each rank has.
+        expected: for every number of every group the elements that each rank has; None for one without state.
+    """
     names = _lengths_by_name(layout, own)
     if layout.optimizer is not None and [len(g) for g in layout.optimizer] == [len(g) for g in expected]:
         lengths = dict(names)
@@ -320,7 +359,16 @@ def _candidate_layouts(
     options: ReadOptions,
     config: dict[str, Any] | None,
 ) -> Iterable[FlatLayout]:
-    """Yield flat layouts to try, if the model's own files give names and shapes."""
+    """Yield flat layouts to try: the one that was given, else those that the names and shapes of the model allow.
+
+    Args:
+        files: the files read.
+        known: what is known of the model.
+        own: which slice of a flat parameter each rank has.
+        expected: for every number of every group the elements that each rank has; None for one without state.
+        options: what the user says of the model.
+        config: the model's config.json; None where there is none.
+    """
     given = given_layout(files, options)
     if given is not None:
         yield given[0]
@@ -348,6 +396,8 @@ def _candidate_layouts(
             for module, members in inside.items():
 
                 def fits(flat: Flat, uop: bool = uop) -> bool:
+                    """Return whether the optimizer numbers something as long, on every rank, as each part of a flat
+                    parameter."""
                     found = _lengths_by_name(FlatLayout(uop, own.shards, (flat,)), own)
                     return all(n in wanted or None in wanted for _, n in found)
 
@@ -369,7 +419,16 @@ def _explain_unresolved(
     layout: FlatLayout | None,
     known: ModelInfo,
 ) -> str:
-    """Say why numbers cannot be named, and what the user can give."""
+    """Return the text of the error that numbers of parameters cannot be named, with what the user can give.
+
+    Args:
+        files: the files read.
+        ranks: what each rank has of the optimizer.
+        ids: the numbers in each param group.
+        lengths: {number: elements that each rank has of it}.
+        layout: the layout of the flat parameters; None if it is not known.
+        known: what is known of the model.
+    """
     count = sum(map(len, ids))
     first = next(iter(lengths.items()), (0, ()))
     text = (
@@ -401,7 +460,23 @@ def _cut_slot(
     column: Column,
     whole: bool,
 ) -> Leaves:
-    """Cut one slot of one numbered parameter into what it is for each FQN in it; a `whole` one is the same for all."""
+    """Return {path: leaf} of one slot of one numbered parameter, cut into what it is for each FQN in it.
+
+    Args:
+        files: the files read.
+        ranks: what each rank has of the optimizer.
+        own: which slice of a flat parameter each rank has.
+        layout: the layout of the flat parameters.
+        parts: the parameters in it, each with its flat parameter.
+        slot: the slot.
+        name: how errors name it.
+        column: what each of `ranks` has of it.
+        whole: whether it is one value for all of them, such as the step.
+
+    Raises:
+        Corrupt: the ranks contradict one another.
+        Unsupported: a slice is not contiguous.
+    """
     if whole:
         leaf = assemble_slot(files, ranks, name, column)
         return {("optim", "state", p.name, slot): leaf for _, p in parts}

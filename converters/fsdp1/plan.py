@@ -30,7 +30,7 @@ class FlatPlan:
 
 
 def plan_flats(ckpt: Checkpoint, state: Training, options: WriteOptions, world: int) -> FlatPlan:
-    """Plan the flat parameters to write, and what the optimizer lists.
+    """Plan the flat parameters to write for a job of `world` ranks, and what its optimizer lists.
 
     Raises:
         Unsupported: FSDP1 cannot flatten the parameters, or the layout given is not that of the state.
@@ -84,8 +84,21 @@ def _flats_of_modules(
     world: int,
     notes: list[str],
 ) -> tuple[list[Flat], bool]:
-    """Lay out the parameters of wrapped modules; return the flat parameters, and whether they are for
-    use_orig_params=True: where that was asked for, or another layout cannot hold the state."""
+    """Lay out the parameters of wrapped modules; return (the flat parameters, whether they are for
+    use_orig_params=True). They are where the user asked for that, or where use_orig_params=False cannot hold the state.
+
+    Args:
+        names: the parameters, in the order of the model.
+        modules: the modules that the job wraps.
+        state: the state to write.
+        options: what the user asks for.
+        group_of: {parameter: number of its param group}.
+        world: the number of ranks.
+        notes: where notes for the user are added.
+
+    Raises:
+        Unsupported: FSDP1 cannot flatten the parameters of a module together.
+    """
     own = options.of(Fsdp1Options)
     if ignored := _ignored_parameters(names, modules, state, options):
         names = [n for n in names if n not in ignored]
@@ -113,8 +126,15 @@ def _flats_of_modules(
 def _listed_by_optimizer(
     groups: list[ParamGroup], group: Mapping[str, int | None], flats: list[Flat], uop: bool
 ) -> list[ParamGroup]:
-    """Return the param groups with what the job's optimizer lists: parameters with use_orig_params, else flat
-    parameters. `group` is {parameter: its param group}, in the order of the model."""
+    """Return the param groups with what the job's optimizer lists in each: parameters with use_orig_params, else flat
+    parameters.
+
+    Args:
+        groups: the param groups of the source.
+        group: {parameter: number of its param group, None for one in no group}, in the order of the model.
+        flats: the flat parameters.
+        uop: whether the job uses use_orig_params=True.
+    """
     inside: dict[int | None, list[str]] = {}
     if uop:
         for n, i in group.items():
@@ -127,8 +147,8 @@ def _listed_by_optimizer(
 
 
 def _listed_by_group(ckpt: Checkpoint, state: Training) -> list[ParamGroup]:
-    """Return the param groups with all FQNs that the source lists, those without state too; of tied ones, the
-    owners."""
+    """Return the param groups with the FQNs of all parameters that the source lists in each, also those without state;
+    tied weights are listed once, under the name that owns them."""
     out = []
     for i, g in enumerate(state.groups):
         value = ckpt.values.get(f"optim.param_groups.{i}.params")
@@ -140,7 +160,14 @@ def _listed_by_group(ckpt: Checkpoint, state: Training) -> list[ParamGroup]:
 
 
 def _in_given_order(given: tuple[tuple[str, ...], ...], made: list[ParamGroup], notes: list[str]) -> list[ParamGroup]:
-    """Return the groups in the order of the job's own optimizer, where it lists the same parameters."""
+    """Return the param groups in the order of the job's own optimizer, if it lists the same parameters; else unchanged,
+    with a note.
+
+    Args:
+        given: the names in each group of the job's optimizer, as the flat layout states them.
+        made: the param groups in the order of the model.
+        notes: where the note is added.
+    """
     if [set(g) for g in given] == [set(g) for g, _ in made]:
         return [ParamGroup(names, g.options) for names, g in zip(given, made, strict=True)]
     notes.append(
@@ -175,7 +202,11 @@ def _model_order(ckpt: Checkpoint, state: Training, options: WriteOptions) -> tu
 
 
 def _wrapped_modules(ckpt: Checkpoint, names: list[str], options: WriteOptions, notes: list[str]) -> list[str]:
-    """Return the modules that the job wraps: those of --wrap, of the config, or the repeated blocks of the model."""
+    """Return the modules that the job wraps, besides the root: those that --wrap names, else those of the config, else
+    the repeated blocks of the model. Notes for the user say which.
+
+    `names` are the parameters, in the order of the model.
+    """
     paths = flat_layout.module_paths(names)
     if options.wrap is not None:
         found = flat_layout.match_modules(paths, options.wrap)
@@ -204,8 +235,15 @@ def _wrapped_modules(ckpt: Checkpoint, names: list[str], options: WriteOptions, 
 
 
 def _ignored_parameters(names: list[str], modules: list[str], state: Training, options: WriteOptions) -> set[str]:
-    """Return the frozen parameters of another dtype than the trained ones beside them, which FSDP1 must be told to
-    leave alone."""
+    """Return the frozen parameters whose dtype is not that of the trained ones in the same wrapped module, which FSDP1
+    must be told to leave alone.
+
+    Args:
+        names: the parameters, in the order of the model.
+        modules: the modules that the job wraps.
+        state: the state to write.
+        options: which dtype each is written in.
+    """
     trained = {n for g in state.groups for n in g.params}
     out: set[str] = set()
     for members in flat_layout.assign_to_modules(names, modules).values():
@@ -224,7 +262,16 @@ def _lay_out_flats(
     align: int | None,
     world: int,
 ) -> list[Flat]:
-    """Lay out the flat parameters of a wrapping. `align` None is the alignment of the parameters' own dtype.
+    """Lay out one flat parameter for every wrapped module.
+
+    Args:
+        names: the parameters, in the order of the model.
+        modules: the modules that the job wraps.
+        state: the state to write.
+        options: which dtype each parameter is written in.
+        align: the number of elements to a multiple of which each parameter is aligned, 0 for none; None: as many as are
+            16 bytes in the dtype of the parameters.
+        world: the number of ranks.
 
     Raises:
         Unsupported: FSDP1 cannot flatten the parameters of a module together.
@@ -260,11 +307,13 @@ def _lay_out_flats(
 def _check_given_flats(
     given: FlatLayout, state: Training, params: set[str], options: WriteOptions, world: int
 ) -> list[Flat]:
-    """Return the flat parameters of --flat-layout, after comparing them with the model; the pads at the end are for
+    """Compare the flat layout that the user gave with the model; return its flat parameters, padded at the end for
     `world` ranks.
 
+    `params` are the names of all parameters, trained or frozen.
+
     Raises:
-        Unsupported: it is of another model.
+        Unsupported: it is of another model, or has a parameter that is not contiguous.
     """
     where = argument("flat_layout", options.flat_layout)
     out = []
@@ -295,7 +344,11 @@ def _check_given_flats(
 
 
 def _why_original_params(flats: list[Flat], state: Training, group_of: Mapping[str, int]) -> str | None:
-    """Say why use_orig_params=False, one tensor for all of a module, cannot hold a state; None where it can."""
+    """Return why use_orig_params=False, one tensor for all of a module, cannot hold a state, as text for the user; None
+    where it can.
+
+    `group_of` is {parameter: number of its param group}.
+    """
     for flat in flats:
         names = [state.tied.get(p.name, p.name) for p in flat.parts]
         first = names[0] if names else ""
@@ -321,5 +374,6 @@ def _why_original_params(flats: list[Flat], state: Training, group_of: Mapping[s
 
 
 def _slot_names(slots: Mapping[str, TensorEntry]) -> str:
-    """List slots with their dtypes."""
+    """Return slots with their dtypes as text, such as "exp_avg float32, exp_avg_sq float32"; "none" if there are
+    none."""
     return ", ".join(f"{k} {t.dtype}" for k, t in slots.items()) or "none"

@@ -48,7 +48,8 @@ __all__ = ["prepare", "write"]
 
 
 def prepare(ckpt: Checkpoint, source: Source, options: WriteOptions) -> Checkpoint:
-    """Return the state with fp32 masters as the weights, where the source has both.
+    """Return the state with its fp32 masters, the copies of the weights that the optimizer updates, as the weights,
+    where the source has both.
 
     Raises:
         Unsupported: a master does not round to its weight.
@@ -57,10 +58,12 @@ def prepare(ckpt: Checkpoint, source: Source, options: WriteOptions) -> Checkpoi
 
 
 def write(ckpt: Checkpoint, source: Source, options: WriteOptions) -> Draft:
-    """Plan files that a job of `world_size` ranks loads with LOCAL_STATE_DICT and `optimizer.load_state_dict`.
+    """Plan files that a job of `options.world_size` ranks, by default as many as the source had, loads with
+    LOCAL_STATE_DICT and `optimizer.load_state_dict`.
 
     Raises:
-        UsageError: no world size. Unsupported: FSDP1 cannot hold the state in such flat parameters.
+        UsageError: no world size was given and the source has none.
+        Unsupported: FSDP1's flat parameters cannot hold the state.
     """
     state = split_training_state(ckpt, source)
     world = options.world_size or ckpt.world_size
@@ -92,7 +95,8 @@ def write(ckpt: Checkpoint, source: Source, options: WriteOptions) -> Draft:
 
 
 def _groups_to_be(plan: FlatPlan) -> dict[str, Value]:
-    """Return the param groups as a reader finds them: parameters instead of flat parameters."""
+    """Return {name: value} of the param groups as a reader of the files will find them: with parameters in place of
+    flat parameters."""
     listed = plan.groups or ()
     return group_values(
         [ParamGroup(tuple(flat_layout.trained_parameters(plan.layout, names)), hyper) for names, hyper in listed]
@@ -113,23 +117,35 @@ class _DraftFiles:
     same: dict[str, str]
 
     def dtype(self, name: str) -> str:
-        """Return the dtype that a tensor of the source is written in."""
+        """Return the dtype in which the tensor of the source with this name is written."""
         return self.options.cast(name, self.ckpt.tensors[name].dtype)
 
     def add_tensor(self, name: str, of: str, chunks: Chunks) -> None:
-        """Add a tensor of the draft, filled from one of the source."""
+        """Add a tensor of the draft.
+
+        Args:
+            name: its name in the draft.
+            of: the name of the tensor of the source that fills it.
+            chunks: where its parts lie in the draft's files.
+        """
         t = self.ckpt.tensors[of]
         path = t.path if name == of else (name.partition(".")[0], name.partition(".")[2])
         self.tensors[name] = TensorEntry(self.dtype(of), t.shape, path, chunks)
         self.sources[name] = t
 
     def slices(self, flat: Flat) -> list[tuple[int, int]]:
-        """Return what each rank has of a flat parameter."""
+        """Return (first element, end) of the slice of a flat parameter that each rank has."""
         return [flat_layout.slice_of(flat.numel, self.layout.shards, r) for r in range(self.layout.shards)]
 
 
 def _write_rest(out: _DraftFiles, tensors: dict[Path, TensorEntry], values: Leaves) -> None:
-    """Add all that is neither model nor optimizer, in one file, under canonical names."""
+    """Add extra_rank0.pt, which has all that is neither model nor optimizer under canonical names.
+
+    Args:
+        out: the draft.
+        tensors: {path: tensor} of what it holds.
+        values: {path: value} of the same.
+    """
     leaves: Leaves = dict(values)
     sizes: dict[str, int] = {}
     for k, (path, t) in enumerate(tensors.items()):
@@ -143,7 +159,7 @@ def _write_rest(out: _DraftFiles, tensors: dict[Path, TensorEntry], values: Leav
 
 
 def _write_model(out: _DraftFiles, state: Training) -> None:
-    """Add `model.state_dict()` of every rank."""
+    """Add `model.state_dict()` of every rank, a file for each."""
     layout, world = out.layout, out.layout.shards
     flattened = {n for f in layout.flats for n in (*(p.name for p in f.parts), *(a for a, _ in f.shared))}
     # tensors that every rank has whole: buffers, and those inside extra states of modules
@@ -189,7 +205,7 @@ def _write_model(out: _DraftFiles, state: Training) -> None:
 
 
 def _with_views(tree: object, views: dict[str, object]) -> Any:
-    """Return the same tree with what the file has for its tensors."""
+    """Return a nested value with each tensor replaced by the reference that `views` has under its name."""
     if isinstance(tree, TensorEntry):
         return views[joined(tree.path[1:])]
     if isinstance(tree, dict):
@@ -200,10 +216,14 @@ def _with_views(tree: object, views: dict[str, object]) -> Any:
 def _place_model(
     out: _DraftFiles, buffers: list[str], numbers: list[int], places: list[list[int]], cut: list[list[tuple[int, int]]]
 ) -> None:
-    """Add the chunks of the model, in the order of the storages.
+    """Add the chunks of the model, in the order in which the files have their storages.
 
-    `numbers` are the ranks' files, `places` where their storages begin, `cut` the slice of each flat parameter that
-    each rank has.
+    Args:
+        out: the draft.
+        buffers: the names of tensors that every rank has whole.
+        numbers: the number of each rank's file.
+        places: for each rank, the byte of its file where each storage begins.
+        cut: for each flat parameter, (first element, end) of the slice of each rank.
     """
     world = out.layout.shards
     at = [iter(p) for p in places]
@@ -232,8 +252,12 @@ def _chunks_of_part(
 ) -> Chunks:
     """Return the chunks of a parameter in the slices of all ranks.
 
-    `bounds` are the slices of the flat parameter, which begin in the files `numbers` at bytes `starts`; `item` is the
-    size of an element.
+    Args:
+        p: the parameter, as a part of a flat parameter.
+        bounds: (first element, end) of the slice of the flat parameter that each rank has.
+        numbers: the number of each rank's file.
+        starts: the byte of it where the slice begins.
+        item: the bytes of an element.
     """
     chunks = Chunks(len(p.shape))
     for r, (a, b) in enumerate(bounds):
@@ -257,7 +281,7 @@ class _Stored(NamedTuple):
 
 
 def _write_optimizer(out: _DraftFiles, state: Training, plan: FlatPlan) -> None:
-    """`optimizer.state_dict()` of every rank."""
+    """Add `optimizer.state_dict()` of every rank, a file for each."""
     layout, world = out.layout, out.layout.shards
     copies = dict(layout.copies)
     by_key = {f.key: f for f in layout.flats}

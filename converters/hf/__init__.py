@@ -57,7 +57,7 @@ _SHARD = re.compile(r"shard-\d+-model-\d+-of-\d+\.safetensors")
 
 
 def detect(where: Place) -> tuple[bool, str]:
-    """Say whether a place is a folder with *.safetensors, or one such file."""
+    """Return whether a place is a folder with *.safetensors, or one such file; and, as text, why or why not."""
     source, file = where
     if file is not None:
         yes = file.endswith(".safetensors") and not _is_foreign(source, file)
@@ -83,7 +83,7 @@ def detect(where: Place) -> tuple[bool, str]:
 
 
 def _is_foreign(source: Source, name: str) -> bool:
-    """Say whether a safetensors file is a part of vLLM's sharded_state, or of an archive that was unpacked."""
+    """Return whether a safetensors file is a part of vLLM's sharded_state, or of an archive that was unpacked."""
     if not name.startswith(("model-rank-", "tensors-")):
         return False
     beside = ("MANIFEST.json",) if name.startswith("tensors-") and source.exists("MANIFEST.json") else ()
@@ -94,10 +94,13 @@ def _is_foreign(source: Source, name: str) -> bool:
 
 
 def read(where: Place, options: ReadOptions) -> Checkpoint:
-    """Return the index of a folder, of headers only.
+    """Return the index of a folder or of one file, of headers only.
 
     Raises:
         NotRecognised: its only files are parts of another program's checkpoint.
+        Corrupt: files are missing, damaged or contradict each other. IncompleteWeights: rows of the embedding are
+            missing.
+        Unsupported: an index names other files than model.safetensors, which is there too.
     """
     source, file = where
     names = [file] if file is not None else source.list()
@@ -145,8 +148,8 @@ def read(where: Place, options: ReadOptions) -> Checkpoint:
 
 
 def _refuse_cut_vocabulary(source: Source, tensors: dict[str, TensorEntry], config: dict[str, Any]) -> None:
-    """Refuse parts of tensors of which the last are missing. The files of torch's writer do not say how many there are,
-    but config.json says how many rows the embedding has.
+    """Refuse weights of which the last rows are missing. The files of torch's writer do not say how many there are, but
+    config.json says how many rows the embedding has.
 
     Raises:
         IncompleteWeights: it has fewer.
@@ -161,7 +164,8 @@ def _refuse_cut_vocabulary(source: Source, tensors: dict[str, TensorEntry], conf
 
 
 def _parse_salvage(source: Source, file: str, notes: list[str]) -> Salvage | None:
-    """Return what the metadata of one file says of a salvaged copy; None where it is none."""
+    """Return what the metadata of one file says of a salvaged copy; None where it says nothing, or nothing that can be
+    read, which a note tells."""
     text = safetensors_header.read_header(source, file)[1].get(SALVAGE)
     if text is None:
         return None
@@ -177,10 +181,12 @@ def _parse_salvage(source: Source, file: str, notes: list[str]) -> Salvage | Non
 
 
 def locate(ckpt: Checkpoint, source: Source) -> Checkpoint:
-    """Return the weights under their names in memory, by config.json, or by the training state if there is one.
+    """Return the checkpoint with the weights under their names in memory, by config.json, or by the training state if
+    there is one.
 
     Raises:
-        Corrupt: the training state belongs to other weights.
+        Corrupt: the training state belongs to other weights, or config.json to another model. Unsupported: weights
+            cannot be put together as its model has them.
     """
     model = {str(t.path[1]): t for t in ckpt.tensors.values() if t.path[0] == "model" and len(t.path) == 2}
     if ckpt.config is not None and model:
@@ -194,8 +200,8 @@ def locate(ckpt: Checkpoint, source: Source) -> Checkpoint:
 
 
 def _model_files(source: Source, names: list[str]) -> list[str]:
-    """List the files of the model, if there is no index: all safetensors files, but with model.safetensors only those
-    that transformers reads.
+    """List those of `names` that are files of the model, where there is no index: all safetensors files, but with
+    model.safetensors only those that transformers reads.
 
     Raises:
         Corrupt: numbered shards are missing.
@@ -221,7 +227,11 @@ def _model_files(source: Source, names: list[str]) -> list[str]:
 
 
 def _read_plain(source: Source, files: list[str]) -> tuple[dict[str, TensorEntry], list[str]]:
-    """Return (tensors, files) of files that hold each tensor once."""
+    """Return ({name: tensor}, files) of files that hold each tensor once.
+
+    Raises:
+        Corrupt: two files hold the same tensor.
+    """
     out: dict[str, TensorEntry] = {}
     safetensors_header.prefetch_headers(source, files)
     for i, file in enumerate(files):
@@ -236,14 +246,20 @@ def _read_plain(source: Source, files: list[str]) -> tuple[dict[str, TensorEntry
 
 
 def _entry(name: str, slot: safetensors_header.Slot, file: int) -> TensorEntry:
-    """Return the entry of a weight that is whole in a file."""
+    """Return the entry of a weight that is whole in file number `file`, at the place that the header gives (`slot`)."""
     return TensorEntry(
         slot.dtype, slot.shape, ("model", name), Chunks.whole(slot.shape, file, slot.offset, slot.length)
     )
 
 
 def _read_indexed(source: Source, notes: list[str]) -> tuple[dict[str, TensorEntry], list[str]]:
-    """Return (tensors, files) of the shards that an index lists, which must hold what it says."""
+    """Return ({name: tensor}, files) of the shards that an index lists. Tensors that it does not list are taken too,
+    with a note.
+
+    Raises:
+        Corrupt: the shards do not hold what it says. Unsupported: model.safetensors is there, and the index names
+            others.
+    """
     what = f"{source.root}/{INDEX}"
     index = bounded_json.parse(source.read_all(INDEX, 128 << 20), what)
     weights = index.get("weight_map") if isinstance(index, dict) else None
@@ -282,8 +298,12 @@ def _read_indexed(source: Source, notes: list[str]) -> tuple[dict[str, TensorEnt
 
 
 def _read_rank_shards(source: Source, files: list[str]) -> tuple[dict[str, TensorEntry], list[str]]:
-    """Return (tensors, files) of the shards of torch's HuggingFaceStorageWriter, several of which hold parts of one
-    tensor."""
+    """Return ({name: tensor}, files) of the shards of torch's HuggingFaceStorageWriter, several of which hold parts of
+    one tensor.
+
+    Raises:
+        Corrupt: a shard does not say where a part belongs, or parts of a tensor do not fit.
+    """
     parts: dict[str, list[tuple[str, tuple[int, ...], Chunk]]] = {}
     safetensors_header.prefetch_headers(source, files)
     for i, file in enumerate(files):
@@ -312,7 +332,8 @@ def _read_rank_shards(source: Source, files: list[str]) -> tuple[dict[str, Tenso
 
 
 def _holds(own: object) -> frozenset[str]:
-    """Return the components that it can hold: weights, or everything with the optimizer."""
+    """Return the components that a destination with these options can hold: weights alone, or, as the empty set,
+    everything."""
     return frozenset() if isinstance(own, HfOptions) and own.include_optimizer else frozenset({"model"})
 
 
@@ -324,7 +345,7 @@ _OWN = re.compile(
 
 
 def _next_step(advice: Advice) -> str:
-    """Say what from_pretrained does with the folder, or why it should not read it."""
+    """Return a text on what from_pretrained does with the folder, or why it should not read it."""
     ckpt = advice.ckpt
     shapes = {joined(t.path[1:]): t.shape for t in ckpt.tensors.values() if t.path[0] == "model"}
     values = [n for n in shapes if n.endswith(".values")]

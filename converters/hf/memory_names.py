@@ -28,8 +28,17 @@ _EMBEDDINGS = (
 
 
 def in_memory(tensors: dict[str, TensorEntry], config: dict[str, Any], notes: list[str]) -> dict[str, TensorEntry]:
-    """Return the tensors under their names in memory, tied ones under both; codes keep their names, which those of
-    their scales go with."""
+    """Return the weights under their names in memory, tied ones under both names. Packed codes of quantised weights
+    keep the names of the Hub, which those of their scales go with.
+
+    Args:
+        tensors: {name in the files: weight}; gets the tied names unless parts are joined.
+        config: config.json.
+        notes: gets tied weights, and why names were kept.
+
+    Raises:
+        Corrupt, Unsupported: parts do not make up the parameters of the model of the config.
+    """
     relation = (
         None
         if encodings.find_in_tensors(tensors, config.get("quantization_config"))
@@ -52,7 +61,10 @@ def in_memory(tensors: dict[str, TensorEntry], config: dict[str, Any], notes: li
 def ties(
     config: dict[str, Any] | None, tensors: dict[str, TensorEntry], relation: hub_names.Relation | None
 ) -> dict[str, str]:
-    """Return {name: the one that it is tied to} in the model of a config."""
+    """Return {name: the one that it is tied to} in the model of a config; empty where there is no config.
+
+    Without a `relation` (what transformers says of the names) only the usual output layer and embedding are found.
+    """
     if config is None:
         return {}
     if relation is not None:
@@ -61,7 +73,7 @@ def ties(
 
 
 def _usual_ties(config: dict[str, Any], tensors: dict[str, TensorEntry]) -> dict[str, str]:
-    """Return the ties of a model whose config says that embedding and output layer are tied."""
+    """Return {output layer: embedding} if both have usual names and the config says that they are tied."""
     if not config.get("tie_word_embeddings"):
         return {}
     kept = next((n for n in _EMBEDDINGS if n in tensors), None)
@@ -69,7 +81,7 @@ def _usual_ties(config: dict[str, Any], tensors: dict[str, TensorEntry]) -> dict
 
 
 def needs_transformers(config: dict[str, Any], tensors: dict[str, TensorEntry]) -> bool:
-    """Say whether transformers must be asked: names may differ on the Hub, or ties follow from its defaults."""
+    """Return whether transformers must be asked: names may differ on the Hub, or ties follow from its defaults."""
     if not isinstance(config.get("model_type"), str):
         return False
     if any("lora_" in n or ".base_layer." in n for n in tensors):
@@ -82,7 +94,8 @@ def _ask_transformers(
     tensors: dict[str, TensorEntry],
     notes: list[str],
 ) -> hub_names.Relation | None:
-    """Return the names by transformers; None if it need not be asked, or does not know the model."""
+    """Return what transformers says of the names of weights; None if it need not be asked, or cannot answer, which a
+    note says."""
     if not needs_transformers(config, tensors):
         return None
     try:
@@ -93,7 +106,12 @@ def _ask_transformers(
 
 
 def _fuse(tensors: dict[str, TensorEntry], relation: hub_names.Relation) -> dict[str, TensorEntry]:
-    """Join the Hub's tensors: each view of a parameter becomes a chunk of it."""
+    """Join tensors of the Hub to the parameters they are parts of: each becomes a chunk of its parameter.
+
+    Raises:
+        Corrupt: one has another shape than the config makes it. Unsupported: parts have different dtypes, or are no
+            boxes.
+    """
     chunks: dict[str, Chunks] = {}
     dtypes: dict[str, str] = {}
     out: dict[str, TensorEntry] = {}
@@ -123,8 +141,14 @@ def _fuse(tensors: dict[str, TensorEntry], relation: hub_names.Relation) -> dict
 def _box_of(
     view: hub_names.View, whole: tuple[int, ...], name: str
 ) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...] | None]:
-    """Return (start, shape, strides) of a view in its parameter: strides, in elements of the view's own row-major
-    bytes, if dimensions are swapped; else None.
+    """Return (start, shape, strides) of a view of a parameter, as a box in it.
+
+    Strides are in elements of the view's own row-major bytes where dimensions are swapped; None where they are not.
+
+    Args:
+        view: the part of a parameter that the Hub has as a tensor.
+        whole: shape of the parameter.
+        name: the tensor's name on the Hub, for the message.
 
     Raises:
         Unsupported: the view is not a box.
@@ -149,7 +173,11 @@ def _box_of(
 
 
 def crop(name: str, t: TensorEntry, view: hub_names.View) -> TensorEntry:
-    """Return a view of a tensor as a tensor of its own."""
+    """Return a view of a parameter as a tensor called `name`; bytes stay where they are.
+
+    Raises:
+        Unsupported: the parameter is compressed, or the view is not a box.
+    """
     if view.shape == t.shape and view.offset == 0 and view.strides == boxes.strides(t.shape):
         return t
     start, shape, _strides = _box_of(view, t.shape, name)

@@ -24,7 +24,13 @@ ADAPTER = "adapter_model.safetensors"
 def adapter_config(
     source: Source, options: WriteOptions, notes: list[str], *, one_of_several: bool = False
 ) -> tuple[dict[str, Any], dict[str, bytes]] | None:
-    """Return (adapter_config.json, files to copy); None where `lora_alpha` stands for it.
+    """Return (adapter_config.json, {name: bytes} of files to copy); None where `lora_alpha` was given instead of it.
+
+    Args:
+        source: the checkpoint, beside which it may lie.
+        options: what the user gave.
+        notes: gets what was found where.
+        one_of_several: the source holds several adapters, of which this is one.
 
     Raises:
         Unsupported: there is none, and no alpha was given. UsageError: there is one, and an alpha too.
@@ -48,7 +54,12 @@ def adapter_config(
 
 def write_adapter(ckpt: Checkpoint, source: Source, options: WriteOptions) -> Draft:
     """Draft a folder that PEFT loads, of a checkpoint that holds an adapter and nothing else
-    (adapters.keep_adapter_only)."""
+    (adapters.keep_adapter_only).
+
+    Raises:
+        Unsupported: safetensors has no such dtype, or there is neither an adapter_config.json nor an alpha.
+        UsageError: there are both.
+    """
     notes: list[str] = []
     stored = {joined(t.path[1:]): t for t in ckpt.tensors.values()}
     model = {k: replace(t, dtype=options.cast("model." + k, t.dtype)) for k, t in stored.items()}
@@ -79,7 +90,8 @@ def write_adapter(ckpt: Checkpoint, source: Source, options: WriteOptions) -> Dr
 
 
 def refuse_adapter(ckpt: Checkpoint, notes: list[str]) -> None:
-    """Refuse an adapter, which from_pretrained would take for a model whose weights are all missing.
+    """Refuse an adapter alone, which from_pretrained would take for a model whose weights are all missing. A model with
+    an adapter inside is only noted.
 
     Raises:
         Unsupported: with the commands that write it, or merge it.

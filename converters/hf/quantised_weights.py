@@ -121,7 +121,8 @@ _DATACLASSES = {
 
 
 def _flat_name(name: str, inside: str) -> str:
-    """Return the name of a tensor inside a weight."""
+    """Return the name in the file of the tensor `inside` ("qdata", "scale", ...) of the weight `name`: "a.b.weight" has
+    "a.b._weight_qdata"."""
     module, dot, last = name.rpartition(".")
     return f"{module}{dot}_{last}_{inside}"
 
@@ -130,7 +131,7 @@ def _flat_name(name: str, inside: str) -> str:
 
 
 def flat_names(name: str, found: Composite) -> dict[str, TensorEntry]:
-    """Return {name in the file: tensor} of a weight.
+    """Return {name in the file: tensor} of the tensors inside a quantised weight.
 
     Raises:
         Unsupported: torchao has no names for its class.
@@ -144,8 +145,11 @@ def flat_names(name: str, found: Composite) -> dict[str, TensorEntry]:
 
 
 def metadata(objects: Mapping[str, Composite], names: Iterable[str]) -> dict[str, str]:
-    """Return `__metadata__` of the files, where there are quantised weights; `names` are those of all weights, in
-    memory.
+    """Return the entries of `__metadata__` of the files; empty where there are no quantised weights.
+
+    Args:
+        objects: {name in memory: quantised weight}.
+        names: those of all weights, in memory.
 
     Raises:
         Unsupported: an attribute is of a class that is not known.
@@ -158,7 +162,11 @@ def metadata(objects: Mapping[str, Composite], names: Iterable[str]) -> dict[str
 
 
 def _describe(name: str, found: Composite) -> dict[str, Any]:
-    """Return what torchao's __metadata__ says of a quantised weight."""
+    """Return what torchao's __metadata__ says of a quantised weight.
+
+    Raises:
+        Unsupported: it is of another version of torchao, or has an attribute that is not known.
+    """
     kind = _CLASSES[found.about["class"][1]]
     given = {**found.about["state"], "dtype": Global("torch", found.dtype)}
     inside = [n for n in (*kind.may, "qdata", "scale") if n in found.tensors]
@@ -171,7 +179,11 @@ def _describe(name: str, found: Composite) -> dict[str, Any]:
 
 
 def _encode(x: Any, name: str) -> Any:
-    """Return an attribute as torchao encodes it in JSON."""
+    """Return an attribute as torchao encodes it in JSON. `name` is that of the weight, for the message.
+
+    Raises:
+        Unsupported: how torchao writes it is not known.
+    """
     if isinstance(x, Global) and x.module == "torch":
         return {"_type": "torch.dtype", "_data": x.name}
     if isinstance(x, Opaque) and x.call and x.cls.name in _ENUMS:
@@ -197,10 +209,16 @@ def _encode(x: Any, name: str) -> Any:
 def put_together(
     source: Source, files: list[str], tensors: dict[str, TensorEntry], notes: list[str]
 ) -> dict[str, Composite]:
-    """Return {name in memory: quantised weight} of what the files say; takes the tensors inside out of `tensors`.
+    """Return {name in memory: quantised weight} of what `__metadata__` says.
+
+    Args:
+        source: the folder.
+        files: its files; the first one's `__metadata__` counts.
+        tensors: {name in the file: tensor}; those inside quantised weights are taken out.
+        notes: gets one on weights of classes that are not known, which stay as they are.
 
     Raises:
-        Corrupt: a tensor that the metadata names is not there.
+        Corrupt: a tensor that the metadata names is not there, or it describes a weight as torchao does not.
     """
     if not any(re.search(r"(^|\.)_\w+_qdata$", n) for n in tensors):
         return {}
@@ -240,14 +258,26 @@ def put_together(
 
 
 def _parse(text: str, what: str) -> Any:
-    """Parse an entry of `__metadata__`, which is JSON."""
+    """Parse an entry of `__metadata__`, which is JSON; `what` names it in messages."""
     return bounded_json.parse(text.encode("utf-8", "surrogatepass"), what)
 
 
 def _make_composite(
     name: str, cls: str, kind: _Class, data: dict[str, Any], inside: dict[str, TensorEntry], what: str
 ) -> Composite:
-    """Make the quantised weight of what the files say of it, and of the tensors inside."""
+    """Make a quantised weight.
+
+    Args:
+        name: of the weight, in memory.
+        cls: name of its class.
+        kind: what is known of that class.
+        data: attributes, as the file has them.
+        inside: {name inside the weight: tensor}.
+        what: where they were read, for the message.
+
+    Raises:
+        Corrupt: they do not fit the class.
+    """
     try:
         given = {k: _decode(v) for k, v in data.items()}
         dtype = given.get("dtype") or given["orig_dtype"]
@@ -273,7 +303,11 @@ def _make_composite(
 
 
 def _decode(x: Any) -> Any:
-    """Return an attribute that torchao encoded in JSON."""
+    """Return an attribute that torchao encoded in JSON.
+
+    Raises:
+        KeyError, ValueError, AttributeError, TypeError: torchao does not encode anything like that.
+    """
     if isinstance(x, list):
         return [_decode(v) for v in x]
     if not isinstance(x, dict):

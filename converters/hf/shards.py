@@ -26,7 +26,16 @@ def draft_shard(
     tensors: dict[str, TensorEntry],
     metadata: Mapping[str, str] | None = None,
 ) -> DraftFile:
-    """Draft file number `i`, with these weights and this metadata besides the usual; adds their places to `tensors`."""
+    """Draft one file of weights.
+
+    Args:
+        file: its name.
+        i: its number among the files of the destination.
+        names: the weights in it; they are sorted as safetensors does.
+        model: {name: weight, with the dtype to write}.
+        tensors: gets {name with "model.": weight with its place in the file}.
+        metadata: entries of `__metadata__` besides "format"; None for none.
+    """
     names.sort(key=lambda k: safetensors_header.sort_key(k, model[k].dtype))
     head = safetensors_header.header(
         [(k, model[k].dtype, model[k].shape) for k in names], {"format": "pt", **(metadata or {})}
@@ -54,8 +63,16 @@ def refuse_dtypes(model: dict[str, TensorEntry]) -> None:
 
 def split_shards(model: dict[str, TensorEntry], most: int, together: dict[str, str]) -> list[list[str]]:
     """Split weights into shards as huggingface_hub does: fill one until the next tensor does not fit; larger tensors
-    get a file of their own. Tensors that share a storage when transformers saves them (`together`) are never put into
-    different ones."""
+    get a file of their own.
+
+    Args:
+        model: {name: weight}.
+        most: bytes of a shard.
+        together: {name: first one of those that share a storage when transformers saves them}; these stay in one shard.
+
+    Returns:
+        The names in each shard.
+    """
     units: dict[str, list[str]] = {}
     for name in model:
         first = together.get(name, name)

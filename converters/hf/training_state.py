@@ -79,7 +79,7 @@ def draft(
     first: int,
     tied: Mapping[str, str],
 ) -> tuple[dict[str, TensorEntry], list[DraftFile], list[DraftFile]]:
-    """Return (tensors of the destination, the shards that hold them, the records that come after all other files).
+    """Draft the files of the folder `training_state`.
 
     Args:
         ckpt: what is written, all of it.
@@ -88,8 +88,12 @@ def draft(
         first: number of the first shard among the files of the destination.
         tied: {FQN of a weight without bytes of its own: the one that has them}.
 
+    Returns:
+        ({name: tensor of the destination, with its place}, the shards that hold them, the records (values.json and
+            index.json) that come after all other files).
+
     Raises:
-        Unsupported: a value is of no kind that values.json holds, or a name is not text.
+        Unsupported: a value is of no kind that values.json holds, a name is not text, or a record would be too large.
     """
     refuse_surrogates(ckpt.values)
     n = len(groups)
@@ -138,7 +142,8 @@ def draft(
 
 
 def _header_type(dtype: str, shape: tuple[int, ...]) -> tuple[str, tuple[int, ...]]:
-    """Return (dtype, shape) that the safetensors header gives a tensor."""
+    """Return (dtype, shape) that the safetensors header gives a tensor: its own, or those of bytes where safetensors
+    has no such dtype."""
     if dtype in safetensors_header.CODES:
         return dtype, shape
     return "uint8", (prod(shape) * ITEMSIZE[dtype],)
@@ -148,11 +153,12 @@ def _header_type(dtype: str, shape: tuple[int, ...]) -> tuple[str, tuple[int, ..
 
 
 def read(source: Source, first: int) -> SavedState:
-    """Read the training state of an hf folder, of headers and records only. Its shards are the files from number
-    `first` on.
+    """Read the training state of an hf folder, of headers and records only. Its shards are the checkpoint's files from
+    number `first` on.
 
     Raises:
         Corrupt, Unsafe: it is incomplete, damaged, or contradicts itself.
+        Unsupported: a newer ckpttool wrote it.
     """
     there = source.list(FOLDER)
     if "index.json" not in there:
@@ -185,7 +191,11 @@ def read(source: Source, first: int) -> SavedState:
 
 
 def _read_record(source: Source) -> tuple[dict[str, Any], str]:
-    """Return (index.json, what it is called in messages)."""
+    """Return (index.json, what it is called in messages).
+
+    Raises:
+        Corrupt: it is damaged or no index. Unsupported: it is of another version.
+    """
     what = f"{source.root}/{INDEX}"
     data = source.read_all(INDEX, _MOST_INDEX)
     index = bounded_json.parse(data, what)
@@ -199,7 +209,12 @@ def _read_record(source: Source) -> tuple[dict[str, Any], str]:
 
 
 def _parse_weights(index: dict[str, Any], what: str) -> tuple[list[str], dict[str, str]]:
-    """Return (FQNs of the weights, {one without bytes of its own: whose it has})."""
+    """Return (FQNs of the weights, {FQN of one without bytes of its own: the one whose bytes it has}) of index.json,
+    which `what` names in messages.
+
+    Raises:
+        Corrupt: they are no such lists, or contradict each other.
+    """
     weights, tied = index["weights"], index["tied"]
     if not _are_texts(weights) or len(set(weights)) != len(weights):
         raise Corrupt(f"{what}: weights are not names, or one is there twice.")
@@ -210,26 +225,44 @@ def _parse_weights(index: dict[str, Any], what: str) -> tuple[list[str], dict[st
 
 
 def _are_texts(x: Any) -> bool:
-    """Say whether a value is a list of strings."""
+    """Return whether a value is a list of strings."""
     return isinstance(x, list) and all(type(k) is str for k in x)
 
 
 def _parse_path(x: Any, what: str) -> Path:
-    """Return a path that the record gives, which must be one."""
+    """Return the path that a list in index.json stands for; `what` names that file in messages.
+
+    Raises:
+        Corrupt: `x` is not a list of names and positions.
+    """
     if not isinstance(x, list) or not x or not all(type(k) is str or (type(k) is int and k >= 0) for k in x):
         raise Corrupt(f"{what}: {str(x)[:80]} is not a path.")
     return tuple(x)
 
 
 def _parse_origin(rows: Any, what: str) -> dict[Path, Path]:
-    """Return the origin that the record gives."""
+    """Return {canonical path: path in the user's own tree} from the rows of index.json, which `what` names in messages.
+
+    Raises:
+        Corrupt: a row is not two paths.
+    """
     if not isinstance(rows, list) or not all(isinstance(r, list) and len(r) == 2 for r in rows):
         raise Corrupt(f"{what}: origin is not pairs of paths.")
     return {_parse_path(a, what): _parse_path(b, what) for a, b in rows}
 
 
 def _check_files(said: Any, there: list[str], source: Source, what: str) -> list[str]:
-    """Return the shards that the index names, which are there, as long as it says, and all there are."""
+    """Return the shards that index.json names, each of which is there and as long as it says, and no others are there.
+
+    Args:
+        said: {file: its bytes} as index.json has it.
+        there: names of the files in the folder.
+        source: the checkpoint.
+        what: name of index.json in messages.
+
+    Raises:
+        Corrupt: files are missing, too many, or of another length. Unsafe: a name leads out of the folder.
+    """
     if not isinstance(said, dict) or _VALUES not in said:
         raise Corrupt(f"{what}: files does not list {_VALUES}.")
     for name, row in said.items():
@@ -251,7 +284,18 @@ def _check_files(said: Any, there: list[str], source: Source, what: str) -> list
 
 
 def _read_tensors(rows: Any, files: list[str], source: Source, first: int, what: str) -> dict[str, TensorEntry]:
-    """Return the tensors of the shards, which are those of the index, in its order."""
+    """Return {name: tensor} of the shards, which must be those of index.json, in its order.
+
+    Args:
+        rows: {name: [dtype, shape, path]} as index.json has it.
+        files: the shards, by name in the folder.
+        source: the checkpoint.
+        first: number of the first shard among the checkpoint's files.
+        what: name of index.json in messages.
+
+    Raises:
+        Corrupt: index and shards differ, or a tensor is a weight.
+    """
     found: dict[str, tuple[int, safetensors_header.Slot]] = {}
     safetensors_header.prefetch_headers(source, [f"{FOLDER}/{file}" for file in files])
     for i, file in enumerate(files):
@@ -288,7 +332,11 @@ def _read_tensors(rows: Any, files: list[str], source: Source, first: int, what:
 
 
 def _read_values(index: dict[str, Any], source: Source) -> dict[str, Value]:
-    """Return the values, in the order of the index."""
+    """Return {name: value} of values.json, in the order of index.json (`index`).
+
+    Raises:
+        Corrupt: the file was altered, or holds other values than are listed.
+    """
     from hashlib import sha256
 
     what = f"{source.root}/{FOLDER}/{_VALUES}"
@@ -307,7 +355,7 @@ def merge_weights(ckpt: Checkpoint, source: Source) -> Checkpoint:
     tied ones under both names, and with the user's own keys.
 
     Raises:
-        Corrupt: the weights are not those that the training state was written with.
+        Corrupt: the weights are not those that the training state was written with, or its index is damaged.
     """
     index, what = _read_record(source)
     weights, tied = _parse_weights(index, what)

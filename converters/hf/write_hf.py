@@ -30,8 +30,10 @@ __all__ = ["prepare", "write", "write_file"]
 
 
 def prepare(ckpt: Checkpoint, source: Source, options: WriteOptions) -> Checkpoint:
-    """Return the checkpoint without `strip_prefix`, or without the prefix that all weights have and the model of the
-    config has not; with `adapter`, only the adapter, under PEFT's names.
+    """Return the checkpoint with the weights named as they will be written.
+
+    They lose the prefix `strip_prefix`, or, where it was not given, one that all weights have and the model of the
+    config has not. With `adapter`, only the adapter is kept, under PEFT's names.
 
     Raises:
         UsageError: no weight has the prefix. Unsupported: ckpttool finds no adapter.
@@ -70,8 +72,10 @@ def _prefix_of_all(ckpt: Checkpoint, source: Source, options: WriteOptions) -> s
 def _config_files(
     ckpt: Checkpoint, source: Source, options: WriteOptions, notes: list[str]
 ) -> tuple[dict[str, Any] | None, dict[str, bytes]]:
-    """Return (config.json, files to copy) of the model, untied where that was asked for; after a merge as PEFT leaves
-    them: without adapter_config.json, at which from_pretrained would look for the adapter again.
+    """Return (config.json or None, {name: bytes} of files to copy) of the model, untied where that was asked for.
+
+    After a merge they are as PEFT leaves them: without adapter_config.json, at which from_pretrained would look for the
+    adapter again.
 
     Raises:
         Unsupported: it was asked to untie, and there is no config.json.
@@ -95,7 +99,8 @@ def _config_files(
 
 
 def _contradiction(ckpt: Checkpoint, config: dict[str, Any], options: WriteOptions) -> str | None:
-    """Return why the weights are not those of the model of a config; None where they are, or nobody can tell."""
+    """Return a text on why the weights are not those of the model of a config; None where they are, or nobody can tell.
+    `options` is not used."""
     objects = {joined(c.path[1:]): c for c in composites(ckpt).values() if c.path[0] == "model"}
     model = _as_dense_tensors(ckpt, objects)
     relation = _ask_transformers(config, model, [])
@@ -105,7 +110,7 @@ def _contradiction(ckpt: Checkpoint, config: dict[str, Any], options: WriteOptio
 
 
 def write(ckpt: Checkpoint, source: Source, options: WriteOptions) -> Draft:
-    """Draft a folder that from_pretrained loads.
+    """Draft a folder that from_pretrained loads; with `adapter`, one that PEFT loads.
 
     Raises:
         Unsupported: there are no weights, config.json ties tensors whose bytes differ, or its model has other tensors.
@@ -162,7 +167,7 @@ def write(ckpt: Checkpoint, source: Source, options: WriteOptions) -> Draft:
 def _untie_config(
     config: dict[str, Any] | None, extra: dict[str, bytes]
 ) -> tuple[dict[str, Any] | None, dict[str, bytes]]:
-    """Return the config, and the files to copy, of a model that ties no weights.
+    """Return (config, files to copy) of a model that ties no weights; `extra` are the files so far, {name: bytes}.
 
     Raises:
         Unsupported: there is no config.json.
@@ -178,8 +183,8 @@ def _untie_config(
 def _with_config_value(
     config: dict[str, Any], extra: dict[str, bytes], key: str, value: Any
 ) -> tuple[dict[str, Any], dict[str, bytes]]:
-    """Return the config, and the files to copy, with another value in config.json: in the config of the text model, if
-    that has it."""
+    """Return (config, files to copy) with another value under `key`: in the config of the text model, if that has the
+    key. `extra` are the files so far, {name: bytes}; config.json among them is made anew."""
     text = config.get("text_config")
     inside = isinstance(text, dict) and key in text
     if inside:
@@ -193,7 +198,9 @@ def write_file(ckpt: Checkpoint, source: Source, options: WriteOptions) -> Draft
     """Draft one file with all weights, whatever its size. A config decides the names, and is not in it.
 
     Raises:
-        UsageError: an option asks for what lies beside the weights. The others: as `write`.
+        UsageError: an option asks for what lies beside the weights, or for several files.
+        Unsupported: there are no weights, config.json ties tensors whose bytes differ, or its model has other tensors.
+        MissingPackage: transformers is needed for the names of this model on the Hub.
     """
     own = options.of(HfOptions)
     asked_for = (("adapter", own.adapter), ("include_optimizer", own.include_optimizer), ("untie", own.untie))
@@ -258,10 +265,13 @@ class _Weights(NamedTuple):
 def _weights_to_write(
     ckpt: Checkpoint, source: Source, options: WriteOptions, config: dict[str, Any] | None, notes: list[str]
 ) -> _Weights:
-    """Return the tensors that save_pretrained would write.
+    """Return the tensors that save_pretrained would write, and what becomes of the others. `config` is config.json,
+    None where there is none; `notes` gets what the user should know.
 
     Raises:
-        Unsupported: as `write`.
+        Unsupported: there are no weights, config.json ties tensors whose bytes differ, or its model has other tensors;
+            or quantised weights cannot be written with these options.
+        MissingPackage: transformers is needed for the names of this model on the Hub.
     """
     objects = {joined(c.path[1:]): c for c in composites(ckpt).values() if c.path[0] == "model"}
     model = _as_dense_tensors(ckpt, objects)
@@ -291,8 +301,10 @@ def _weights_to_write(
 
 
 def _as_dense_tensors(ckpt: Checkpoint, objects: dict[str, Composite]) -> dict[str, TensorEntry]:
-    """Return the weights, {name: tensor}; a quantised one as the tensor that it shows, at the bytes of the first tensor
-    inside."""
+    """Return {name: weight}; a quantised one as the tensor that it shows, at the bytes of the first tensor inside.
+
+    `objects` are the quantised weights, {name: weight}.
+    """
     of = {joined(t.path): n for n, c in objects.items() for t in c.tensors.values()}
     out: dict[str, TensorEntry] = {}
     for full, t in ckpt.tensors.items():
@@ -314,8 +326,16 @@ def _take_apart_objects(
     notes: list[str],
     config: dict[str, Any] | None,
 ) -> tuple[dict[str, TensorEntry], dict[str, TensorEntry]]:
-    """Return (tensors of the source, the same with the dtypes to write) of a model; instead of quantised weights what
-    they are made of.
+    """Return ({name: tensor of the source}, {name: the same with the dtype to write}) of a model, with the tensors that
+    quantised weights are made of in the place of those weights.
+
+    Args:
+        stored: {name: weight} as the source has it.
+        shown: {name: weight} with the dtype to write.
+        objects: {name: quantised weight}; where there are none, the first two are returned.
+        relation: how names in memory and on the Hub differ; None where they do not.
+        notes: gets what the user should know.
+        config: config.json, or None.
 
     Raises:
         Unsupported: such a weight has another name or is several tensors on the Hub.
@@ -350,7 +370,8 @@ def _take_apart_objects(
 def _ask_transformers(
     config: dict[str, Any], model: dict[str, TensorEntry], notes: list[str], *, needed: bool = False
 ) -> hub_names.Relation | None:
-    """Return what transformers says of the names, with its verdict; a note says why it could not answer.
+    """Return what transformers says of the names of weights, with its verdict on them; None where it could not answer,
+    which a note explains unless the config has no model_type.
 
     Raises:
         MissingPackage: there is no transformers, and its answer is `needed`.
@@ -381,11 +402,13 @@ def _ask_transformers(
 def _check_names(
     ckpt: Checkpoint, config: dict[str, Any], model: dict[str, TensorEntry], options: WriteOptions, notes: list[str]
 ) -> hub_names.Relation | None:
-    """Return what transformers says of the names, where they may differ on the Hub; the model of the config must have
-    all of them and no others, with these shapes, however the config was found.
+    """Return what transformers says of the names; None where those on the Hub are the same.
+
+    The model of the config must have all of the weights and no others, with these shapes, however the config was found.
+    With `allow_name_mismatch` a note says what differs.
 
     Raises:
-        Unsupported: it has not.
+        Unsupported: it has others. MissingPackage: transformers is needed for the names, and is not installed.
     """
     asks, allowed = needs_transformers(config, model), options.of(HfOptions).allow_name_mismatch
     odd = hub_names.find_contradiction(config, {n: t.shape for n, t in model.items()})
@@ -414,7 +437,7 @@ def _check_names(
 
 
 def _describe_differences(model: dict[str, TensorEntry], found: hub_names.LoadVerdict) -> str:
-    """Say in words what a verdict that is not good has found."""
+    """Return a text on what a verdict that is not good has found."""
     parts = []
     if found.missing:
         parts.append(f'{len(found.missing)} of its {found.parameters} tensors are missing, first "{found.missing[0]}"')
@@ -430,7 +453,8 @@ def _describe_differences(model: dict[str, TensorEntry], found: hub_names.LoadVe
 def _remedy(
     ckpt: Checkpoint, model: dict[str, TensorEntry], found: hub_names.LoadVerdict | None, options: WriteOptions
 ) -> str:
-    """Say what would happen, and what to do where the weights are not those of the model of config.json."""
+    """Return a text on what would happen, and what to do, where the weights are not those of the model of config.json.
+    `found` is transformers' verdict, None where it gave none."""
     if found is not None and found.strip:
         hint = (
             f'All names and shapes are right without the prefix "{found.strip}": add '
@@ -468,12 +492,16 @@ def _hub_tensors(
     notes: list[str],
     untie: bool,
 ) -> tuple[dict[str, TensorEntry], dict[str, str], dict[str, str]]:
-    """Return (the tensors save_pretrained would write, {omitted: the name it is tied to}, {name: first one of those
-    kept in one shard}).
+    """Return ({name: tensor that save_pretrained would write}, {one that is left out: the one it is tied to}, both with
+    "model." before them, {name: first one of those kept in one shard}).
 
     Args:
-        relation: None: names are kept as they are.
-        notes: gets the omitted ones.
+        ckpt: the checkpoint.
+        model: {name: weight}.
+        config: config.json, or None.
+        relation: how names in memory and on the Hub differ; None: names are kept as they are.
+        source: where bytes of tied weights are read, to compare them.
+        notes: gets the ones left out.
         untie: keep tensors that are tied only by having the same bytes of the same file.
 
     Raises:
@@ -506,8 +534,8 @@ def _hub_tensors(
 
 
 def _refuse_unstated(model: dict[str, TensorEntry], config: dict[str, Any], files: dict[str, bytes]) -> None:
-    """Refuse codes beside a config.json that does not say what they are: from_pretrained would load the codes as
-    numbers.
+    """Refuse packed codes of quantised weights beside a config.json that does not say what they are: from_pretrained
+    would load the codes as numbers. `files` are those beside the weights, by name.
 
     Raises:
         Unsupported: with the first codes.
@@ -524,8 +552,8 @@ def _refuse_unstated(model: dict[str, TensorEntry], config: dict[str, Any], file
 
 
 def _with_dtype(name: str, data: bytes, model: dict[str, TensorEntry]) -> bytes:
-    """Return config.json with the dtype of the weights, as save_pretrained writes it; codes and their scales have other
-    ones."""
+    """Return the bytes of a file beside the weights. If it is config.json, its dtype becomes the one that most elements
+    of `model` have, as save_pretrained writes it; packed codes and their scales do not count."""
     if name != "config.json":
         return data
     config = bounded_json.parse(data, name)

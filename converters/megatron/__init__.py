@@ -65,17 +65,20 @@ class MegatronDialect(Protocol):
     evidence: str  # what in the folder shows that it has this format
 
     def read(self, source: Source, options: ReadOptions) -> Checkpoint:
-        """Return the index of the folder, as `Layout.read` does."""
+        """Return the index of the folder: all tensors and values with their canonical names. Where a tensor lies in
+        files may still be left to `locate`."""
 
     def locate(self, ckpt: Checkpoint, source: Source) -> Checkpoint:
-        """Return the index with raw byte ranges, as `Layout.locate` does."""
+        """Return the index with all tensors as raw byte ranges of files, for those that `ckpt`, which `read` returned,
+        has left."""
 
 
 _chosen: WeakKeyDictionary[Source, MegatronDialect] = WeakKeyDictionary()
 
 
 def _choose_dialect(source: Source) -> MegatronDialect | None:
-    """Tell which format a folder has, listing it once for each source; None where it has none of the three."""
+    """Return which of Megatron's formats a folder has, and remember it for the source, so that the folder is listed
+    only once; None where it has none of them."""
     if source not in _chosen:
         found = DistCheckpointing.find(source) or FsdpDtensor.find(source) or RankFolders.find(source)
         if found is None:
@@ -85,7 +88,8 @@ def _choose_dialect(source: Source) -> MegatronDialect | None:
 
 
 def detect(where: Place) -> tuple[bool, str]:
-    """Tell whether a place is a folder in one of Megatron's formats, or has such folders as its parts, and why."""
+    """Return (whether a place is a folder in one of Megatron's formats, or has such folders inside; the text that says
+    why or why not)."""
     if where.file is not None:
         return False, "a folder with metadata.json of Megatron-Core; this is a file"
     dialect = _choose_dialect(where.source)
@@ -93,11 +97,13 @@ def detect(where: Place) -> tuple[bool, str]:
 
 
 def read(where: Place, options: ReadOptions) -> Checkpoint:
-    """Return the index of a folder. Items of stacked layers, flat ranges and buckets are located here, since their
-    shapes are others.
+    """Return the index of a folder in one of Megatron's formats. Stacked layers, flat ranges and buckets get the shapes
+    of the model, so their tensors are looked up in the files already here.
 
     Raises:
-        Unsupported: its format is not torch_dist, or a part of it has no place in the shapes of the model.
+        Unsupported: it has none of the formats, its metadata.json names another one than torch_dist, or a part of it
+            has no place in the shapes of the model.
+        Corrupt: files are missing or damaged, or contradict one another.
     """
     dialect = _choose_dialect(where.source)
     if dialect is None:
@@ -106,11 +112,12 @@ def read(where: Place, options: ReadOptions) -> Checkpoint:
 
 
 def locate(ckpt: Checkpoint, source: Source) -> Checkpoint:
-    """Return the same index with raw byte ranges: items have been looked into, and the optimizer's state has its
-    names.
+    """Return the same index with all tensors as raw byte ranges of files, and with names of parameters for the
+    optimizer's state.
 
     Raises:
-        Unsupported: nothing proves to which parameter a part of the optimizer belongs.
+        Unsupported: nothing proves to which parameter a part of the optimizer belongs, or ranks differ in what they
+            should share.
     """
     dialect = _choose_dialect(source)
     if dialect is None:
@@ -123,7 +130,8 @@ _RANK_FILES = frozenset(("model_optim_rng.pt", "model_rng.pt", "distrib_optim.pt
 
 
 def _next_step(advice: Advice) -> str:
-    """Say that Megatron-Core resumes, and how at other sizes."""
+    """Return the sentence for the user that Megatron-Core resumes from the folder, with the commands for other
+    sizes."""
     return (
         f"resumes in Megatron-Core; at any other TP and PP size: {advice.convert('--to megatron -n FILES')}; for "
         f"torch's own, under Megatron's names: {advice.convert('--to dcp -n RANKS')}"
@@ -131,13 +139,13 @@ def _next_step(advice: Advice) -> str:
 
 
 def _is_piece(source: Source, name: str) -> bool:
-    """Say whether a file is one of those in the folder of a model-parallel rank."""
+    """Return whether a file is only one rank's piece of a checkpoint: a rank's file in a folder named mp_rank_XX."""
     return name in _RANK_FILES and RANK.fullmatch(source.root.rstrip("/").rpartition("/")[2]) is not None
 
 
 def _gaps(folder: SeenFolder) -> Iterator[str]:
-    """Yield metadata.json, folders of model-parallel ranks that should be there by the numbers of the others, and files
-    that the others have."""
+    """Yield what is missing in a folder, each as "no <name>": metadata.json, folders of model-parallel ranks that the
+    numbers of the others call for, and files that other ranks' folders have."""
     if {".metadata", "common.pt"} <= set(folder.names) and "metadata.json" not in folder.names:
         yield "no metadata.json"
     folders = {n: set(folder.source.list(n)) - {"optim.pt"} for n in folder.names if RANK.fullmatch(n)}

@@ -79,15 +79,17 @@ class Bucket:
 
     @property
     def param(self) -> TensorEntry:
-        """Return the tensor of fp32 copies."""
+        """Return the slot that holds the fp32 copies of the weights."""
         return self.slots["param"]
 
 
 def resolve_bucket_names(ckpt: Checkpoint, source: Source) -> tuple[dict[Path, TensorEntry], list[str]]:
-    """Return ({canonical path: tensor} of everything in the buckets of a located checkpoint, notes).
+    """Find the parameters in the optimizer's buckets of a checkpoint whose tensors are located in files; return
+    ({canonical path: tensor} of everything in the buckets, notes for the user).
 
     Raises:
         Unsupported: a segment is no weight, or it cannot be told which of several; with their names.
+        Corrupt: tensors of a bucket are not flat or not of equal lengths.
     """
     weights = {str(t.path[1]): t for t in ckpt.tensors.values() if t.path[0] == "model" and len(t.path) == 2}
     found = _collect_buckets(ckpt)
@@ -101,10 +103,11 @@ def resolve_bucket_names(ckpt: Checkpoint, source: Source) -> tuple[dict[Path, T
 
 
 def _collect_buckets(ckpt: Checkpoint) -> list[Bucket]:
-    """Return the buckets in the order of group, buffer and number.
+    """Return the buckets in a checkpoint, in the order of data-parallel group, buffer and number.
 
     Raises:
-        Corrupt: tensors of a bucket are not flat or not of equal lengths. Unsupported: there are no fp32 copies.
+        Corrupt: tensors of a bucket are not flat or not of equal lengths.
+        Unsupported: there are no fp32 copies.
     """
     of: dict[str, Bucket] = {}
     for t in ckpt.tensors.values():
@@ -126,8 +129,8 @@ def _collect_buckets(ckpt: Checkpoint) -> list[Bucket]:
 
 
 def _possible_shards(name: str, t: TensorEntry) -> Iterable[LocalBoxes]:
-    """Yield what a group may have of a weight: all of it, or a shard of tensor parallelism; of experts, those of "
-    "one."""
+    """Yield what a group of ranks may have of the weight `t` named `name`: all of it, or a shard of tensor parallelism;
+    of experts, that of one expert."""
     of = t.chunks.boxes()
     if len(t.shape) == 3 and re.search(r"\bexperts\b", name):
         for e in range(t.shape[0]):
@@ -139,7 +142,13 @@ def _possible_shards(name: str, t: TensorEntry) -> Iterable[LocalBoxes]:
 
 
 def _possible_tensor_shards(name: str, of: list[Box], whole: Box) -> Iterable[LocalBoxes]:
-    """Yield the whole of a weight, then its shards for every tensor-parallel size that its stored boxes allow."""
+    """Yield all of a weight, then its shards for every tensor-parallel size that its stored boxes allow.
+
+    Args:
+        name: the name of the weight.
+        of: (start, shape) of the boxes that it is stored in.
+        whole: (start, shape) of all of it.
+    """
     yield LocalBoxes(name, (whole,))
     of = sorted(b for b in of if prod(b[1]))
     if len({n for _, n in of}) != 1:
@@ -151,15 +160,23 @@ def _possible_tensor_shards(name: str, of: list[Box], whole: Box) -> Iterable[Lo
 
 
 def _numel(local: LocalBoxes) -> int:
-    """Return the number of elements in all boxes."""
+    """Return the number of elements in all boxes of a parameter."""
     return sum(prod(n) for _, n in local.boxes)
 
 
 def _find_segments(found: list[Bucket], weights: Mapping[str, TensorEntry], source: Source, ckpt: Checkpoint) -> None:
-    """Find the segments of every bucket by value: the digest of a stretch, rounded, is that of a weight or its shard.
+    """Find by value which elements of every bucket are one parameter, and add them as its segments: the digest of a
+    stretch, rounded to the dtype of a weight, is that of the weight or of a shard of it.
+
+    Args:
+        found: the buckets, which are filled.
+        weights: {name: tensor} of the model, located in files.
+        source: what the values are read from.
+        ckpt: the checkpoint that the tensors are of.
 
     Raises:
         Unsupported: the values of a stretch are those of no weight, or it could end at several places.
+        Corrupt: a chunk of a weight is compressed.
     """
     shards: dict[int, list[LocalBoxes]] = {}  # by number of elements
     for name, t in weights.items():
@@ -218,12 +235,13 @@ def _chunk_ends(b: Bucket) -> list[int]:
 
 
 def _job_name(local: LocalBoxes) -> str:
-    """Name a shard among the jobs of digesting."""
+    """Return the name of a shard among the tensors whose digests are computed together."""
     return f"{local.weight}:{local.boxes}"
 
 
 def slice_flat(t: TensorEntry, first: int, last: int) -> TensorEntry:
-    """Return elements [first, last) of a located 1-D tensor, as far as it has chunks there."""
+    """Return elements [first, last) of a 1-D tensor that is located in files; stretches without a chunk are left out.
+    The path of the result is empty."""
     out, item = Chunks(1), ITEMSIZE[t.dtype]
     for row, ((start,), (n,)) in enumerate(t.chunks.boxes()):
         a, b = max(first, start), min(last, start + n)
@@ -235,7 +253,11 @@ def slice_flat(t: TensorEntry, first: int, last: int) -> TensorEntry:
 
 
 def _gather_boxes(t: TensorEntry, local: LocalBoxes) -> TensorEntry:
-    """Return what a group has of a weight as a tensor: its boxes, stacked along the first axis."""
+    """Return what a group of ranks has of a weight as one tensor: its boxes, stacked along the first axis.
+
+    Raises:
+        Corrupt: a chunk is compressed.
+    """
     height = local.boxes[0][1][0] if local.boxes[0][1] else 1
     shape = (height * len(local.boxes), *local.boxes[0][1][1:]) if local.boxes[0][1] else ()
     out = Chunks(len(shape))
@@ -261,8 +283,9 @@ def _gather_boxes(t: TensorEntry, local: LocalBoxes) -> TensorEntry:
 
 
 def _positions_in_model(names: list[str]) -> dict[str, tuple[int, int, int]]:
-    """Return the place of each weight in the order of the model: (of its list of layers, its layer, inside a layer as
-    the checkpoint lists them)."""
+    """Return {weight: its position in the model}, which compares as the model is ordered: (where its list of layers
+    begins in `names`, number of its layer, where its name first occurs in a layer). A weight outside of layers has (its
+    place in `names`, -1, 0)."""
     firsts: dict[str, int] = {}
     out = {}
     for k, name in enumerate(names):
@@ -275,7 +298,12 @@ def _positions_in_model(names: list[str]) -> dict[str, tuple[int, int, int]]:
 
 
 def _assign_parameters(found: list[Bucket], names: list[str], notes: list[str]) -> None:
-    """Choose the parameter of every segment: by its values, and of equal weights by the order of the model.
+    """Choose the parameter of every segment: by its values, and among equal weights by the order of the model.
+
+    Args:
+        found: the buckets, whose segments are filled in.
+        names: the weights in the order of the model.
+        notes: where a note is added if the order was needed.
 
     Raises:
         Unsupported: the order does not tell either.
@@ -310,8 +338,11 @@ def _assign_parameters(found: list[Bucket], names: list[str], notes: list[str]) 
 def _ambiguous_gaps(
     line: list[tuple[Segment, Bucket]],
 ) -> Iterable[tuple[list[tuple[Segment, Bucket]], LocalBoxes | None, LocalBoxes | None]]:
-    """Yield segments in a row that values do not tell apart, with the parameters before and behind them (None at an end
-    of the buffer)."""
+    """Yield (segments in a row that values do not tell apart, the parameter before them, the parameter behind them);
+    None for a parameter at an end of the buffer.
+
+    `line` is all segments of a buffer, each with its bucket.
+    """
     before: LocalBoxes | None = None
     gap: list[tuple[Segment, Bucket]] = []
     for segment, b in line:
@@ -332,7 +363,15 @@ def _assign_by_order(
     at: Mapping[str, tuple[int, int, int]],
     owners: Mapping[str, set[str]],
 ) -> None:
-    """Choose parameters for the segments of a gap, whose weights lie between two positions, the higher one first.
+    """Choose parameters for a gap, which is segments in a row that values do not tell apart. Buffers run backwards
+    through the model, so the first one has the highest position.
+
+    Args:
+        gap: the segments, each with its bucket.
+        high: the position in the model of the parameter before the gap; None where the buffer begins with the gap.
+        low: the position of the one behind the gap; None where the buffer ends with it.
+        at: {weight: its position}.
+        owners: {weight: groups of ranks that certainly have a part of it}.
 
     Raises:
         Unsupported: there is not one weight for each segment, or two could be exchanged.
@@ -354,7 +393,7 @@ def _assign_by_order(
 
 
 def _ambiguous(gap: list[tuple[Segment, Bucket]]) -> Unsupported:
-    """Make the error for segments of which nothing tells the parameters; it names the first."""
+    """Return the error for segments whose parameters nothing tells; its text is about the first one."""
     segment, b = gap[0]
     names = list(dict.fromkeys(x.weight for x in segment.candidates))
     shown = list_first((f'"{n}"' for n in names), 4)
@@ -367,7 +406,11 @@ def _ambiguous(gap: list[tuple[Segment, Bucket]]) -> Unsupported:
 
 
 def _refuse_shared_parameter(found: list[Bucket]) -> None:
-    """Refuse two segments of one group that were found to be the same parameter."""
+    """Refuse two segments of one group of ranks that were found to be the same parameter.
+
+    Raises:
+        Unsupported: with the second segment.
+    """
     seen: dict[tuple[str, LocalBoxes], Segment] = {}
     for b in found:
         for segment in b.segments:
@@ -382,10 +425,20 @@ def _refuse_shared_parameter(found: list[Bucket]) -> None:
 def entries_of_parameters(
     found: list[Bucket], weights: Mapping[str, TensorEntry], source: Source, ckpt: Checkpoint, notes: list[str]
 ) -> dict[Path, TensorEntry]:
-    """Return {canonical path: the state of a parameter in its shape} of all segments.
+    """Return {canonical path: tensor in the shape of its parameter} of the slots of all segments.
 
-    Of a parameter that several groups have, such as the norms of tensor-parallel ranks, that of the first is taken, as
-    Megatron-Core does in its other formats; a note says where the others differ.
+    Of a parameter that several groups of ranks have, such as a norm, that of the first is taken, as Megatron-Core does
+    in its other formats.
+
+    Args:
+        found: the buckets, with the parameter of each segment chosen.
+        weights: {name: tensor} of the model, for the shapes.
+        source: what copies are read from, to be compared.
+        ckpt: the checkpoint that the tensors are of.
+        notes: where a note is added for every copy that differs.
+
+    Raises:
+        Corrupt: a slot has different dtypes on different ranks.
     """
     out: dict[Path, TensorEntry] = {}
     copies: dict[tuple[LocalBoxes, str], list[TensorEntry]] = {}
@@ -416,7 +469,14 @@ def entries_of_parameters(
 
 
 def add_segment(out: Chunks, local: LocalBoxes, t: TensorEntry, segment: Segment) -> None:
-    """Add a segment of a bucket to the chunks of its parameter."""
+    """Add a segment of a bucket to the chunks of its parameter.
+
+    Args:
+        out: the chunks of the parameter.
+        local: the boxes of the parameter that the segment is, in its order.
+        t: the flat tensor of the bucket.
+        segment: which elements of it.
+    """
     item = ITEMSIZE[t.dtype]
     for row, ((start,), (n,)) in enumerate(t.chunks.boxes()):
         at = segment.first

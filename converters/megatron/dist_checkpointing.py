@@ -39,7 +39,8 @@ _COMMON = "common_state/"  # the item that newer versions have instead of common
 
 
 def _read_backend(source: Source, folder: str) -> str | None:
-    """Return the format that metadata.json of a folder names; None where it names none, or is missing.
+    """Return the format that metadata.json in a folder below the source names ("" is the source itself); None where it
+    names none, is missing or is over 1 MiB.
 
     Raises:
         CkpttoolError: it is not JSON.
@@ -53,7 +54,8 @@ def _read_backend(source: Source, folder: str) -> str | None:
 
 
 def _is_section(source: Source, folder: str) -> bool:
-    """Whether a folder is one of dist_checkpointing, also where its metadata.json is missing or damaged."""
+    """Return whether a folder below the source ("" is the source itself) was written by dist_checkpointing, even if its
+    metadata.json is missing or damaged."""
     names = set(source.list(folder))
     if {".metadata", "common.pt"} <= names:
         return True
@@ -67,13 +69,16 @@ class DistCheckpointing:
     """The dialect of folders of dist_checkpointing: `folders` below the source are one state."""
 
     def __init__(self, folders: list[str], evidence: str) -> None:
+        """Keep the `folders` below the source that together are one state ("" is the source itself), and the evidence
+        for the format."""
         self.folders, self.evidence = folders, evidence
         # what `read` returned of buckets, before the caller left out what was not asked for
         self._with_buckets: Checkpoint | None = None
 
     @classmethod
     def find(cls, source: Source) -> DistCheckpointing | None:
-        """Find the folders of dist_checkpointing: the source itself, or those that a framework has inside."""
+        """Find the folders of dist_checkpointing: the source itself, or those that NeMo 2 or verl has inside; None
+        where there are none."""
         names = set(source.list())
         if _is_section(source, ""):
             return cls([""], "has metadata.json or common.pt of Megatron-Core")
@@ -87,7 +92,14 @@ class DistCheckpointing:
         return None
 
     def read(self, source: Source, options: ReadOptions) -> Checkpoint:
-        """Return the index of the folders together; stacked layers, flat ranges and buckets are located here."""
+        """Return the index of all folders together. Stacked layers and flat ranges are located in the files already
+        here, and so is everything where the optimizer is in buckets.
+
+        Raises:
+            Corrupt: metadata.json or common.pt is missing or damaged, or folders contradict one another.
+            Unsupported: a folder has another format than torch_dist, or its optimizer a form that only its own job can
+                cut.
+        """
         sections = [_open_section(source, folder, options) for folder in self.folders]
         # segments of buckets are compared with weights, so all of these have to be located
         buckets = any(parse_key(k).bucket for section in sections for k in section.tensors)
@@ -106,7 +118,12 @@ class DistCheckpointing:
         return out
 
     def locate(self, ckpt: Checkpoint, source: Source) -> Checkpoint:
-        """Look into all items, and give segments of buckets the names of their parameters."""
+        """Return the index with the place of every tensor in the .distcp files, and with names for what the optimizer
+        has in buckets.
+
+        Raises:
+            Unsupported: nothing proves to which parameter a part of the optimizer belongs.
+        """
         out = locate_items(ckpt, source)
         asked = {str(t.path[0]) for t in ckpt.tensors.values() if BUCKETS in t.path}
         if asked:
@@ -120,7 +137,8 @@ class DistCheckpointing:
 
 
 def locate_items(ckpt: Checkpoint, source: Source) -> Checkpoint:
-    """Look into all items of .distcp files; the step that all parameters share has been located already."""
+    """Return the index with the place of every tensor in the .distcp files, which are opened for it. Steps are left as
+    they are, since the one that all parameters share is not in those files."""
     items = {n: t for n, t in ckpt.tensors.items() if t.path[3:] != ("step",)}
     found = dcp.locate(replace(ckpt, tensors=items), source)
     return replace(found, tensors={n: found.tensors.get(n, t) for n, t in ckpt.tensors.items()})
@@ -141,16 +159,18 @@ class _Section:
     lost: dict[str, str] = field(default_factory=dict)  # {key: why}, of a damaged checkpoint
 
     def add_leaf(self, path: Path, leaf: object) -> None:
-        """Put a leaf at its key, which is one element of its path where torch's planner has left no other."""
+        """Sort a leaf into `tensors` or `objects` by its path under Megatron's key: a tensor whose path is the key
+        alone is one of the tensors, anything else belongs to an object."""
         if len(path) == 1 and isinstance(leaf, TensorEntry):
             self.tensors[str(path[0])] = leaf
         else:
             self.objects.setdefault(str(path[0]), {})[path[1:]] = leaf
 
     def locate(self, keys: set[str]) -> dict[str, TensorEntry]:
-        """Locate some tensors as raw byte ranges; records of their CRC32s are added to those of the checkpoint.
+        """Return {key: tensor} of the tensors with these keys, located in files, and add their CRC32s to the records of
+        the checkpoint.
 
-        Of a damaged checkpoint that is salvaged, those that are there; `lost` has the others.
+        Keys whose bytes are missing are left out of the result, and added to `lost` with the reason.
         """
         try:
             return self._locate_all(keys)
@@ -164,27 +184,32 @@ class _Section:
             return out
 
     def _locate_all(self, keys: set[str]) -> dict[str, TensorEntry]:
-        """Locate some tensors, all of which have to be there."""
+        """Return {key: tensor} of the tensors with these keys, located in files, and add their CRC32s to the records.
+
+        Raises:
+            LostBytes: the bytes of one are not there.
+        """
         wanted = {f"model.{k}": self.tensors[k] for k in keys}
         found = dcp.locate(replace(self.ckpt, tensors=wanted, values={}, records=[]), self.source)
         self.ckpt.records += found.records
         return {k: found.tensors[f"model.{k}"] for k in keys}
 
     def paths_of(self, key: str) -> list[Path]:
-        """Return the canonical paths of what is stored under a key: one, or one for each stacked layer."""
+        """Return the canonical paths of the tensor stored under a key: one, or one for each of its stacked layers."""
         of, t = parse_key(key), self.tensors[key]
         return [of.of_layer(i) for i in range(t.shape[0])] if of.stacked else [of.path]
 
     def path_in_source(self, name: str) -> str:
-        """Return the name of a file of this folder as the whole source has it."""
+        """Return the path below the whole source of a file of this folder."""
         return f"{self.folder}/{name}" if self.folder else name
 
 
 def _open_section(source: Source, folder: str, options: ReadOptions) -> _Section:
-    """Read the index of one folder as dcp does.
+    """Read the index of one folder below the source ("" is the source itself), and sort it by Megatron's keys.
 
     Raises:
-        Corrupt: its metadata.json is missing or damaged. Unsupported: it names another format than torch_dist.
+        Corrupt: its metadata.json is missing or damaged.
+        Unsupported: it names another format than torch_dist.
     """
     inner = source.below(folder) if folder else source
     backend, fault = None, "is missing" if "metadata.json" not in inner.list() else "names no sharded_backend"
@@ -228,10 +253,11 @@ class _State:
     world: int = 0
 
     def add_section(self, section: _Section, located: bool) -> None:
-        """Add tensors, objects and files of a section; with `located`, all tensors as raw byte ranges.
+        """Add the tensors, objects and files of a section, which is one folder; if `located`, all its tensors are
+        located in files first.
 
         Raises:
-            Corrupt: another section has the same.
+            Corrupt: another section has the same tensor or object.
         """
         first = len(self.files)
         for path, t in _entries(section, located).items():
@@ -257,10 +283,11 @@ class _State:
         self.world = max(self.world, ckpt.world_size or 0)
 
     def add_common(self, section: _Section, options: ReadOptions) -> None:
-        """Add what common.pt of a section holds; newer versions have the item common_state instead.
+        """Add what common.pt of a section, which is one folder, holds; in newer versions the item common_state is there
+        instead. When only weights are read, it may be missing; when salvaging, a note says what is lost.
 
         Raises:
-            Corrupt: it is missing, and something of it was asked for.
+            Corrupt: it is missing, or contradicts that of another folder.
         """
         if "common.pt" in section.source.list():
             name = section.path_in_source("common.pt")
@@ -282,7 +309,15 @@ class _State:
         self.notes.append(f"{fault}: these are lost")
 
     def _take_common(self, name: str, file: int) -> None:
-        """Add the leaves of a common.pt, which several sections may have alike; `file` is its number."""
+        """Add what a common.pt holds.
+
+        Args:
+            name: its path below the source.
+            file: its number among the files.
+
+        Raises:
+            Corrupt: it is damaged, or contradicts that of another folder.
+        """
         read_at, what = self.source.reader_of(name), f"{self.source.root}/{name}"
         tree = torch_zip.read(read_at, 0, self.source.size(name), what)
         found, records = stored_tensors.leaves(common_tree(tree, what), (), file, read_at, what)
@@ -298,16 +333,17 @@ class _State:
 
 
 def _refuse_second(found: Mapping[Path, object], path: Path, section: _Section) -> None:
-    """Refuse a second tensor at one canonical path."""
+    """Raise Corrupt if `found` has the canonical path already, so that two keys mean one tensor."""
     if path in found:
         raise Corrupt(f'{section.source.root}: two keys mean "{joined(path)}".')
 
 
 def _entries(section: _Section, located: bool) -> dict[Path, TensorEntry]:
-    """Return {canonical path: tensor} of one folder, in the order of its keys; with `located`, all as raw byte ranges.
+    """Return {canonical path: tensor} of one folder, in the order of its keys, with stacked layers taken apart. If
+    `located`, all tensors are located in files, else only those that are taken apart or put into another shape.
 
     Raises:
-        Corrupt: two keys mean one tensor, or a stacked one has no axis for the layers.
+        Corrupt: two keys mean one tensor, a stacked one has no axis for the layers, or shapes do not go together.
     """
     keys = {k: parse_key(k) for k in section.tensors}
     # shapes of the model are needed for what may be flat ranges, and .metadata has them
@@ -338,7 +374,14 @@ def _entries(section: _Section, located: bool) -> dict[Path, TensorEntry]:
 
 
 def _may_be_flat_ranges(tensors: Mapping[str, TensorEntry], name: str, key: Key) -> bool:
-    """Whether a tensor of the optimizer may be flat ranges: it has not the shape of its weight."""
+    """Return whether a tensor of the optimizer may be stored as flat ranges, because it has not the shape of its weight
+    or the weight is not there.
+
+    Args:
+        tensors: {key: tensor} of the folder.
+        name: the key of the tensor.
+        key: the same, parsed.
+    """
     if key.bucket is not None or key.path[0] == "model":
         return False
     of = tensors.get(str(key.path[2]))
@@ -349,11 +392,15 @@ def _may_be_flat_ranges(tensors: Mapping[str, TensorEntry], name: str, key: Key)
 
 
 def _take_objects(leaves: Leaves, objects: Mapping[str, Mapping[Path, Any]]) -> None:
-    """Add the objects that ranks saved: random states, the common state of newer versions, the param groups of
-    `dp_reshardable`.
+    """Add to `leaves` the objects that ranks saved: random states, the common state of newer versions, the param groups
+    of `dp_reshardable`.
+
+    `objects` is {key: {path inside the object: leaf}}.
 
     Raises:
-        Unsupported: the optimizer is one object for each data-parallel group.
+        Unsupported: the optimizer is one object for each data-parallel group, or an object holds tensors where it must
+            not.
+        Corrupt: an object is not stored as Megatron-Core does it.
     """
     groups: dict[str, tuple[Any, int]] = {}
     for key, inside in objects.items():
@@ -380,10 +427,12 @@ def _take_objects(leaves: Leaves, objects: Mapping[str, Mapping[Path, Any]]) -> 
 
 
 def _take_groups(leaves: Leaves, groups: Mapping[str, tuple[Any, int]]) -> None:
-    """Add the param groups {key: (data, number of the chained optimizer)}, which every data-parallel group has saved.
+    """Add to `leaves` the param groups of the optimizer, which every data-parallel group has saved.
+
+    `groups` is {key: (param groups as plain data, number of the optimizer they are of, where several are chained)}.
 
     Raises:
-        Unsupported: two groups of ranks have different ones.
+        Unsupported: two data-parallel groups saved different ones for the same optimizer.
     """
     of: dict[int, tuple[str, Any]] = {}
     for key, (data, chained) in groups.items():
@@ -399,8 +448,14 @@ def _take_groups(leaves: Leaves, groups: Mapping[str, tuple[Any, int]]) -> None:
 def _unwrap_object(inside: Mapping[Path, Any], key: str, may_have_tensors: bool = False) -> object:
     """Return the object in an item of dist_checkpointing, which is a list of one.
 
+    Args:
+        inside: {path inside the item: leaf}.
+        key: the key of the item, for errors.
+        may_have_tensors: whether it may hold tensors besides plain data.
+
     Raises:
-        Unsupported: it holds tensors. Corrupt: it is no such list.
+        Unsupported: it holds tensors and may not.
+        Corrupt: it is no list of one.
     """
     if not may_have_tensors and any(isinstance(x, TensorEntry) for x in inside.values()):
         raise Unsupported(f'"{key}" holds tensors, where Megatron-Core keeps numbers and text.')
@@ -412,5 +467,5 @@ def _unwrap_object(inside: Mapping[Path, Any], key: str, may_have_tensors: bool 
 
 
 def _no_bytes(at: int, n: int) -> bytes:
-    """Refuse to read bytes that an object refers to: it is all there is."""
+    """Raise Corrupt, in place of a function that reads bytes: an object of a rank has no bytes outside of itself."""
     raise Corrupt("an object of a rank refers to bytes outside of it.")

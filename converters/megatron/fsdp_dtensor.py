@@ -48,7 +48,8 @@ class FsdpDtensor:
 
     @classmethod
     def find(cls, source: Source) -> FsdpDtensor | None:
-        """Recognise a folder of DCP by its name and by the tracker file above it; None where it is none."""
+        """Recognise a folder that Megatron-LM saved with DCP by its name and by the tracker file in the folder above
+        it; None where it is not one."""
         parent, name = parent_of(source)
         if not _ITERATION.fullmatch(name) or not parent:
             return None
@@ -59,7 +60,11 @@ class FsdpDtensor:
             return cls() if above.exists(_TRACKER) else None
 
     def read(self, source: Source, options: ReadOptions) -> Checkpoint:
-        """Return the index of dcp under the names of Megatron-Core's other formats."""
+        """Return the index of the DCP folder, under the names that Megatron-Core's other formats have.
+
+        Raises:
+            Corrupt: half of a gated matrix is missing, or the DCP folder is damaged.
+        """
         found = dcp.read(Place(source, None), ReadOptions(salvage=options.salvage))
         leaves = found.leaves()
         names = {str(original_path(p, found.origin)[-1]): str(p[1]) for p in leaves if p[0] == "model" and len(p) == 2}
@@ -75,12 +80,12 @@ class FsdpDtensor:
         return out
 
     def locate(self, ckpt: Checkpoint, source: Source) -> Checkpoint:
-        """Look into all items."""
+        """Return the index with the place of every tensor in the .distcp files, which are opened for it."""
         return locate_items(ckpt, source)
 
 
 def _rename_leaves(found: Mapping[Path, Any], names: Mapping[str, str]) -> Leaves:
-    """Give the leaves of a folder, as dcp reads it, the names of Megatron-Core's other formats.
+    """Return the leaves of a DCP folder under the names that Megatron-Core's other formats have.
 
     Args:
         found: {canonical path: tensor or data}.
@@ -118,18 +123,19 @@ def _rename_leaves(found: Mapping[Path, Any], names: Mapping[str, str]) -> Leave
 
 
 def _parameter_of(path: Path) -> str:
-    """Return the parameter that a tensor is, or whose state it is; "" where it is neither."""
+    """Return the name of the parameter that a path belongs to, as its weight or as its optimizer state; "" where it is
+    neither."""
     return str(path[1]) if path[0] == "model" else str(path[2]) if len(path) > 3 else ""
 
 
 def _without_half(name: str) -> str:
-    """Return a name without the suffix _w or _v of half a linear_fc1."""
+    """Return a name without the suffix _w or _v, which marks half of a gated linear_fc1; any other name unchanged."""
     m = _HALF.fullmatch(name)
     return m["name"] if m else name
 
 
 def _join_halves(path: Path, both: Mapping[str, TensorEntry]) -> TensorEntry:
-    """Join the two halves of a tensor, one above the other.
+    """Join the two halves of a gated tensor, "w" above "v", into one tensor at `path`.
 
     Raises:
         Corrupt: one is missing, or they are not alike.
@@ -152,9 +158,10 @@ def _join_halves(path: Path, both: Mapping[str, TensorEntry]) -> TensorEntry:
 
 
 def _group_by_hyperparameters(metas: Mapping[str, Mapping[Any, Any]]) -> Leaves:
-    """Return param groups of the parameters with equal hyperparameters, and the step of each parameter.
+    """Return the leaves of param groups, each of the parameters with equal hyperparameters, and the step of each
+    parameter that has one.
 
-    `metas` is {parameter: {key of param_to_group_meta: value}}.
+    `metas` is {name of a parameter: {path inside its entry of param_to_group_meta: value}}.
     """
     groups: list[tuple[Mapping[Any, Any], list[str]]] = []
     out: Leaves = {}

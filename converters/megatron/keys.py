@@ -70,13 +70,13 @@ class Key:
     group: str | None = None
 
     def of_layer(self, i: int) -> Path:
-        """Return the path of layer `i`."""
+        """Return the canonical path of layer `i` of a tensor whose first axis counts the layers."""
         return tuple(unstacked_name(p, i) if isinstance(p, str) else p for p in self.path)
 
 
 def model_file(source: Source, folder: str) -> str | None:
-    """Return the name of the model's file in a folder of a model-parallel rank, of the format before
-    dist_checkpointing; None where it has none."""
+    """Return the name of the file with the model in a folder of a model-parallel rank, of the format before
+    dist_checkpointing; None where the folder is none of a rank, or has no such file."""
     if not RANK.fullmatch(folder) or not source.glance(folder)[0]:
         return None
     inside = source.list(folder)
@@ -85,13 +85,14 @@ def model_file(source: Source, folder: str) -> str | None:
 
 def unstacked_name(name: str, i: int) -> str:
     """Return the name of layer `i`'s parameter: "decoder.layers.mlp.x", which all layers share, becomes
-    "decoder.layers.3.mlp.x"."""
+    "decoder.layers.3.mlp.x"; a name without layers, or with a number, stays as it is."""
     m = _STACKED.fullmatch(name)
     return f"{m['head']}.{i}.{m['rest']}" if m else name
 
 
 def parse_key(key: str) -> Key:
-    """Parse the key of a tensor."""
+    """Parse the key of a tensor in a folder of dist_checkpointing: a weight, a slot of the optimizer, or a part of one
+    of the optimizer's buckets. A key of no known form is taken for the name of a weight."""
     if m := _BUCKET.fullmatch(key):
         part = ("extra", "master") if m["slot"] in MASTERS else ("optim",)
         return Key((*part, BUCKETS, m["bucket"], m["slot"]), False, m["bucket"], m["group"])
@@ -103,8 +104,8 @@ def parse_key(key: str) -> Key:
 
 
 def path_of_object(key: str) -> tuple[Path, int | None]:
-    """Return (canonical path of an object that ranks saved, its number among the chained optimizers); the number is
-    None for what is not state of the optimizer."""
+    """Return (canonical path of an object that ranks saved, number of the optimizer it belongs to, where several are
+    chained); the number is 0 for the only optimizer, and None for what is not its state."""
     m = _OBJECT.fullmatch(key)
     if m is None:
         return ("extra", key), None
@@ -122,8 +123,8 @@ def path_of_object(key: str) -> tuple[Path, int | None]:
 
 
 def data_of_args(x: object) -> Any:
-    """Return the arguments of a job as plain data: Namespace is a dict, and a member of an enumeration {"class",
-    "value"}."""
+    """Return the arguments of a job as plain data: a Namespace becomes a dict, a member of one of Megatron's
+    enumerations {"class": name, "value": value}. Anything else in it stays as it is."""
     if isinstance(x, Opaque) and x.cls == Global("argparse", "Namespace") and isinstance(x.state, dict):
         return data_of_args(x.state)
     if isinstance(x, Opaque) and x.cls in MEGATRON_ENUMS and len(x.args) == 1:
@@ -136,14 +137,15 @@ def data_of_args(x: object) -> Any:
 
 
 def args_of_data(x: object) -> Any:
-    """Rebuild, as pickled classes, the arguments that `data_of_args` made plain data of."""
+    """Return, as an argparse.Namespace to be pickled, the arguments that `data_of_args` made plain data of."""
     out = Opaque(Global("argparse", "Namespace"), ())
     out.state = _restore_enums(x)
     return out
 
 
 def _restore_enums(x: object) -> Any:
-    """Return plain data with the members of Megatron's enumerations as pickled classes again."""
+    """Return plain data with every {"class": name, "value": value} of one of Megatron's enumerations as an object that
+    pickles as that member."""
     if isinstance(x, dict) and x.keys() == {"class", "value"}:
         of = Global(*str(x["class"]).rpartition(".")[::2])
         if of in MEGATRON_ENUMS:
@@ -156,9 +158,14 @@ def _restore_enums(x: object) -> Any:
 
 
 def common_tree(tree: object, what: str) -> dict[str, object]:
-    """Return the tree of common.pt under canonical keys.
+    """Return what common.pt holds as a nested dict under canonical keys: {"scheduler": ..., "optim": ..., "extra":
+    ...}.
 
     What describes the files and not the training (`content_metadata`, `param_state_sharding_type`) is left out.
+
+    Args:
+        tree: what the file holds.
+        what: how errors name the file.
 
     Raises:
         Corrupt: it is not a dict, or its optimizer has another form than Megatron-Core's.
@@ -194,8 +201,18 @@ def common_tree(tree: object, what: str) -> dict[str, object]:
 
 
 def _take_optimizer(x: object, out: dict[str, Any], extra: dict[str, Any], what: str) -> None:
-    """Param groups, the step that all parameters share, and the gradient scaler; of several chained optimizers one
-    after the other."""
+    """Add to `out` the param groups, with the step that all parameters share, and the gradient scaler of an optimizer,
+    or of several chained ones in their order; anything else in it goes to `extra`.
+
+    Args:
+        x: the entry "optimizer" of common.pt.
+        out: the nested dict under canonical keys.
+        extra: what goes below its key "extra".
+        what: how errors name the file.
+
+    Raises:
+        Corrupt: the optimizer has another form than Megatron-Core's.
+    """
     chain = [x]
     if isinstance(x, dict) and x and all(isinstance(k, int) or str(k).isdigit() for k in x):
         chain = [x[k] for k in sorted(x, key=int)]
@@ -241,8 +258,8 @@ def _take_optimizer(x: object, out: dict[str, Any], extra: dict[str, Any], what:
 
 
 def name_param_groups(leaves: Leaves, notes: list[str]) -> None:
-    """Add to the optimizer what Megatron does not save: which parameters each param group has, and each parameter's
-    step.
+    """Add to `leaves` what Megatron does not save: which parameters each param group has, and each parameter's step.
+    Notes for the user are added to `notes`.
 
     Megatron's param groups (megatron/core/optimizer/__init__.py, _get_param_groups) are the combinations of `wd_mult`
     (0 for biases and parameters of one dimension) and `is_expert_parallel`. Groups of other kinds keep their
@@ -286,7 +303,15 @@ def name_param_groups(leaves: Leaves, notes: list[str]) -> None:
 def replace_unnamed_optimizer(
     out: Checkpoint, named: Mapping[Path, Any], notes: Iterable[str], components: Collection[str]
 ) -> None:
-    """Replace the optimizer's tensors that had no names (`BUCKETS`) by `named`, as far as those are of `components`."""
+    """Change a checkpoint in place: the optimizer's tensors whose parameters were not known are replaced by those in
+    `named`.
+
+    Args:
+        out: the checkpoint.
+        named: {canonical path: tensor or value} of the optimizer.
+        notes: notes that are added to the checkpoint.
+        components: the components to take from `named`, such as "optim" and "extra".
+    """
     out.tensors = {n: t for n, t in out.tensors.items() if BUCKETS not in t.path}
     out.values = dict(out.values)
     out.notes = [*out.notes, *notes]
@@ -302,21 +327,25 @@ def replace_unnamed_optimizer(
 
 
 def _equal_steps(a: object, b: object) -> bool:
-    """Whether two steps are equal: the same bytes of a file, or equal numbers."""
+    """Return whether two steps are equal: tensors at the same place of a file, or equal numbers."""
     if isinstance(a, TensorEntry) and isinstance(b, TensorEntry):
         return bool(a.chunks[:] == b.chunks[:])
     return isinstance(a, (int, float)) and isinstance(b, (int, float)) and float(a) == float(b)
 
 
 def has_no_weight_decay(name: str, shape: tuple[int, ...]) -> bool:
-    """Whether Megatron-Core's own rule gives a parameter no weight decay."""
+    """Return whether Megatron-Core, by its own rule, gives a parameter no weight decay: biases and all of one
+    dimension."""
     return len(shape) == 1 or name.endswith(".bias")
 
 
 def group_members(groups: Mapping[int, Mapping[Any, Any]], dims: Mapping[str, int]) -> dict[int, list[str]] | None:
-    """Return {param group: its parameters} by Megatron-Core's rule; None where the groups do not follow from it.
+    """Return {number of a param group: its parameters} by Megatron-Core's rule; None where the groups do not follow
+    from it.
 
-    `dims` is {parameter: number of its dimensions}, in the order of the model.
+    Args:
+        groups: {number of a param group: its hyperparameters}.
+        dims: {parameter: number of its dimensions}, in the order of the model.
     """
     of: dict[tuple[bool, bool], int] = {}
     for i, g in groups.items():

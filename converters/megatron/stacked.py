@@ -12,7 +12,15 @@ __all__ = ["add_box", "take_layer", "unflatten_ranges"]
 
 
 def add_box(out: Chunks, t: TensorEntry, row: int, start: tuple[int, ...], shape: tuple[int, ...], at: int) -> None:
-    """Add to `out` a box that is contiguous in chunk `row` of a located tensor, from its element `at` on.
+    """Add to `out` a box that is contiguous in one chunk of a tensor.
+
+    Args:
+        out: the chunks to add to.
+        t: the tensor, with the place of its chunks in files known.
+        row: which of its chunks.
+        start: where the box begins in the tensor that `out` is of.
+        shape: the shape of the box.
+        at: the element of the chunk at which the box begins.
 
     Raises:
         Corrupt: the chunk is compressed or strided.
@@ -25,7 +33,12 @@ def add_box(out: Chunks, t: TensorEntry, row: int, start: tuple[int, ...], shape
 
 
 def take_layer(t: TensorEntry, i: int) -> TensorEntry:
-    """Return layer `i` of a located tensor whose first axis counts the layers; without path."""
+    """Return layer `i` of a tensor whose first axis counts the layers, and whose chunks are located in files. The path
+    of the result is empty.
+
+    Raises:
+        Corrupt: a chunk is compressed or strided.
+    """
     out = Chunks(len(t.shape) - 1)
     for row, (start, shape) in enumerate(t.chunks.boxes()):
         if start[0] <= i < start[0] + shape[0]:
@@ -34,13 +47,18 @@ def take_layer(t: TensorEntry, i: int) -> TensorEntry:
 
 
 def unflatten_ranges(t: TensorEntry, whole: tuple[int, ...], what: str) -> TensorEntry:
-    """Return a located tensor of shape [X/x, Y/y, .., x*y*..] as one of shape [X, Y, ..], the shape `whole`.
+    """Return a tensor of shape [X/x, Y/y, .., x*y*..], located in files, as one of shape [X, Y, ..].
 
     Megatron-Core before 0.14 cut it into boxes [x, y, ..], one a combination of tensor- and pipeline-parallel ranks,
     flattened each, and cut that among the data-parallel ranks (strategies/torch.py of 0.12, mcore_to_pyt_state_dict).
 
+    Args:
+        t: the tensor as it is stored.
+        whole: the shape [X, Y, ..].
+        what: how errors name it.
+
     Raises:
-        Corrupt: the two shapes do not go together.
+        Corrupt: the two shapes do not go together, or a chunk is compressed or strided.
     """
     grid, n = t.shape[:-1], t.shape[-1] if t.shape else 0
     if len(grid) != len(whole) or not all(grid) or any(a % b for a, b in zip(whole, grid, strict=True)):

@@ -51,8 +51,8 @@ _NO_PLACE = "Megatron-Core has no place for such a tensor"
 
 
 def prepare(ckpt: Checkpoint, source: Source, options: WriteOptions) -> Checkpoint:
-    """Return the same state with every parameter's step as a number: Megatron-Core keeps it with the
-    hyperparameters."""
+    """Return the same state with the step of every parameter as a number instead of a tensor, since Megatron-Core keeps
+    it with the hyperparameters. If a step is not of a dtype of numbers, the state stays as it is."""
     steps = [
         n
         for n, t in ckpt.tensors.items()
@@ -68,7 +68,8 @@ def prepare(ckpt: Checkpoint, source: Source, options: WriteOptions) -> Checkpoi
 
 
 def write(ckpt: Checkpoint, source: Source, options: WriteOptions) -> Draft:
-    """Plan a folder of dist_checkpointing; `world_size` is the number of data files.
+    """Plan a folder of dist_checkpointing, with `options.world_size` data files, by default as many as the source had
+    ranks.
 
     Raises:
         Unsupported: the steps of the parameters differ, or the param groups are not those that Megatron-Core has.
@@ -142,8 +143,14 @@ def write(ckpt: Checkpoint, source: Source, options: WriteOptions) -> Draft:
 def _values_to_be(
     ckpt: Checkpoint, common: dict[str, object], dropped: list[Dropped]
 ) -> tuple[dict[str, Value], dict[str, str]]:
-    """Return (the values that a reader of the folder will find, {those that differ from the source: how}): param
-    groups are those that Megatron-Core makes, and each has the step of its parameters."""
+    """Return (the values that a reader of the folder will find, {those that differ from the source: how}): param groups
+    are those that Megatron-Core makes, and each has the step of its parameters.
+
+    Args:
+        ckpt: the source.
+        common: what common.pt will hold.
+        dropped: what the folder will not hold.
+    """
     gone = {d.name for d in dropped}
     leaves: Leaves = {}
     if "optimizer" in common:
@@ -169,7 +176,8 @@ def _key_of_tensor(t: TensorEntry, ckpt: Checkpoint) -> str | None:
 
 
 def _object_key(path: Path) -> str | None:
-    """Return the key of the object of a rank that an entry belongs to; None where it belongs to none."""
+    """Return Megatron's key of the object of a rank, such as its random states, that the entry at a path belongs to;
+    None where it belongs to none."""
     if path[0] == "rng" and len(path) > 1 and str(path[1]).startswith("shard_"):
         return f"rng_state/{path[1]}"
     return str(path[1]) if path[0] == "extra" and len(path) > 1 and "/shard_" in str(path[1]) else None
@@ -188,7 +196,13 @@ class _Values:
 
 
 def _sort_values(ckpt: Checkpoint, objects: dict[str, Leaves], dropped: list[Dropped]) -> _Values:
-    """Sort the values of a checkpoint by their place. Those of objects of ranks are added to `objects`."""
+    """Sort the values of a checkpoint by their place in common.pt.
+
+    Args:
+        ckpt: the checkpoint.
+        objects: {key: leaves} of the objects of ranks, where values that belong to one are added.
+        dropped: where values are added that have no place.
+    """
     out = _Values()
     for v in ckpt.values.values():
         path, data = v.path, v.data
@@ -220,7 +234,7 @@ def _sort_values(ckpt: Checkpoint, objects: dict[str, Leaves], dropped: list[Dro
 
 
 def _whole(leaves: Leaves) -> object:
-    """Return the tree of some leaves, which may be one leaf alone."""
+    """Return some leaves as a nested value again; the leaf at the empty path is the value itself."""
     return leaves[()] if () in leaves else nest(leaves)
 
 
@@ -231,9 +245,17 @@ def _common_state(
     dropped: list[Dropped],
     notes: list[str],
 ) -> tuple[dict[str, object], dict[str, object]]:
-    """Return (common.pt, the values in it that the source did not have).
+    """Return (what common.pt is to hold, {name: data} of the values in it that the source did not have).
 
-    Values that belong to objects of ranks are added to `objects` instead, what has no place to `dropped`.
+    Args:
+        ckpt: the source.
+        trained: the names of parameters with optimizer state.
+        objects: {key: leaves} of the objects of ranks, where values that belong to one are added.
+        dropped: where values are added that have no place.
+        notes: where notes for the user are added.
+
+    Raises:
+        Unsupported: steps or param groups are not those that Megatron-Core can have.
     """
     found = _sort_values(ckpt, objects, dropped)
     made: dict[str, object] = {}
@@ -259,7 +281,8 @@ def _common_state(
 
 
 def _optimizer_state(ckpt: Checkpoint, values: _Values, notes: list[str]) -> object:
-    """Return the optimizer's part of common.pt.
+    """Return the optimizer's part of common.pt: one optimizer, or {number: optimizer} where several are chained. Notes
+    for the user are added to `notes`.
 
     Raises:
         Unsupported: parameters are at different steps, or in other param groups than Megatron-Core would make.
@@ -309,11 +332,18 @@ def _optimizer_state(ckpt: Checkpoint, values: _Values, notes: list[str]) -> obj
 def _to_megatron_groups(
     ckpt: Checkpoint, groups: list[dict[str, Any]], members: list[list[str]], notes: list[str]
 ) -> tuple[list[dict[str, Any]], list[list[str]]]:
-    """Turn the param groups of another trainer into Megatron-Core's: (hyperparameters, parameters) with weight
-    decay, then without.
+    """Turn the param groups of another trainer into Megatron-Core's two, with weight decay and without; return
+    ([hyperparameters], [names of parameters]) of these.
+
+    Args:
+        ckpt: the source, for the shapes of its weights.
+        groups: the hyperparameters of each of its param groups.
+        members: the names of the parameters of each.
+        notes: where a note is added if a parameter loses its weight decay.
 
     Raises:
-        Unsupported: they differ in more than that, or there are none.
+        Unsupported: the groups differ in more than weight decay, a parameter would get some that has none, or there are
+            no groups.
     """
     alike = [{k: x for k, x in g.items() if k not in ("weight_decay", "param_names")} for g in groups]
     if not alike:

@@ -65,7 +65,8 @@ _MOST_RAW, _MOST_JSON = 64 << 20, 256 << 20
 
 
 def detect(where: Place) -> tuple[bool, str]:
-    """Say whether a place is a folder with metadata.pkl, or with model_0.pt and the same of other items."""
+    """Return whether a place is a folder with metadata.pkl, or with model_0.pt and the same of other items; and, as
+    text, why or why not."""
     if where.file is not None:
         return False, "a folder; this is a file"
     names = where.source.list()
@@ -83,7 +84,7 @@ def detect(where: Place) -> tuple[bool, str]:
 
 
 def _first_files(source: Source, names: list[str]) -> Iterator[str]:
-    """Yield files of rank 0, in the folder or in one below it."""
+    """Yield the files of rank 0, in the folder or in one below it; `names` are those in the folder."""
     for name in names:
         if (m := _FILE.fullmatch(name)) and int(m["rank"]) == 0:
             yield name
@@ -96,8 +97,9 @@ def read(where: Place, options: ReadOptions) -> Checkpoint:
     """Return the index of a folder.
 
     Raises:
-        Corrupt: files of ranks are missing, or they and metadata.pkl are not of one save. Unsupported: plain tensors of
-            several ranks, of which nothing tells the part.
+        Corrupt: files of ranks are missing, or they and metadata.pkl are not of one save. Unsafe: a pickle would run
+            code.
+        Unsupported: plain tensors of several ranks, of which nothing tells the part; or an object of a tensor subclass.
     """
     source = where.source
     world, described = read_metadata(source) if source.exists(METADATA) else (None, {})
@@ -125,7 +127,8 @@ def read(where: Place, options: ReadOptions) -> Checkpoint:
 
 
 def _is_needed(item: str, only: frozenset[str] | None) -> bool:
-    """Say whether some components need an item; weights always are, since they name the parameters of an optimizer."""
+    """Return whether an item (a file per rank: "model", "optimizer", ...) must be read for the components `only`; None
+    stands for all. Weights always must, since they name the parameters of an optimizer."""
     role = ROLES.get(item)
     return only is None or role == "model" or (role in only if role else bool(only - {"model", "optim"}))
 
@@ -133,11 +136,17 @@ def _is_needed(item: str, only: frozenset[str] | None) -> bool:
 def _find_items(
     source: Source, world: int | None, described: Mapping[str, Item], only: frozenset[str] | None
 ) -> dict[str, Item]:
-    """Return the items of a folder that are asked for: those of metadata.pkl, and those that have none, by the names of
-    files.
+    """Return {name: item} of a folder, as far as asked for: those of metadata.pkl, and those that it lacks, by the
+    names of files.
+
+    Args:
+        source: the folder.
+        world: number of ranks by metadata.pkl; None where there is none.
+        described: {name: item} of metadata.pkl.
+        only: the components that are asked for; None stands for all.
 
     Raises:
-        Corrupt: a file of a rank is missing.
+        Corrupt: a file of a rank is missing or empty, or two files belong to one rank.
     """
     out = dict(described)
     taken = {file for item in described.values() for file, _ in item.files.values()}
@@ -189,7 +198,13 @@ class _Reading:
     _names: dict[int, dict[str, tuple[str, ...]]] = field(default_factory=dict)
 
     def read_item(self, name: str, item: Item, taken: Mapping[Path, object]) -> dict[Path, object]:
-        """Return {path: TensorEntry or value} of an item."""
+        """Return {path: TensorEntry or value} of an item. `taken` are the leaves of the items read before.
+
+        Raises:
+            Corrupt: files of ranks and metadata.pkl are not of one save. Unsafe: a pickle would run code.
+            Unsupported: nothing tells how ranks' plain tensors belong together, or one is an object of a tensor
+                subclass.
+        """
         ranks = [
             Rank(self.files.number(file), rank, self._read_tree(file, kind))
             for rank, (file, kind) in sorted(item.files.items())
@@ -221,7 +236,16 @@ class _Reading:
         return out
 
     def _refuse_subclasses(self, item: str, ranks: list[Rank], flat: list[dict[Path, Any]]) -> None:
-        """Refuse objects of tensor subclasses, whose parts on other ranks nothing describes."""
+        """Refuse objects of tensor subclasses, whose parts on other ranks nothing describes.
+
+        Args:
+            item: its name.
+            ranks: what each rank has of it.
+            flat: by rank, {path: leaf}.
+
+        Raises:
+            Unsupported: with the class of the first.
+        """
         for r, leaves in zip(ranks, flat, strict=True):
             for path, x in leaves.items():
                 inside = local_tensor(x) if is_sharded(x) else x
@@ -234,7 +258,8 @@ class _Reading:
                     )
 
     def _read_tree(self, file: str, kind: str) -> object:
-        """Return what a file holds; tensors of safetensors as those of torch."""
+        """Return what a file holds; tensors of safetensors as those of torch. `kind` is "pt", "safetensors", "json" or
+        "raw"."""
         what = f"{self.source.root}/{file}"
         if kind == "pt":
             return load(self.files, file)
@@ -248,14 +273,18 @@ class _Reading:
         }
 
     def _metadata_key(self, item: Item, path: Path) -> tuple[str, ...]:
-        """Return the path of a leaf as metadata.pkl has it; safetensors knows only the parts joined."""
+        """Return the path of a leaf as metadata.pkl has it; files of safetensors have only the path joined by dots."""
         key = tuple(map(str, path))
         if key in item.tensors or not item.tensors:
             return key
         return self._joined_keys(item).get(".".join(key), key)
 
     def _joined_keys(self, item: Item) -> dict[str, tuple[str, ...]]:
-        """Return {path joined by dots: path} of the tensors of an item."""
+        """Return {path joined by dots: path} of the tensors of an item.
+
+        Raises:
+            Unsafe: two have the same name.
+        """
         found = self._names.get(id(item))
         if found is None:
             found = self._names[id(item)] = {".".join(k): k for k in item.tensors}
@@ -269,8 +298,9 @@ class _Reading:
         """Assemble a tensor from its ranks' parts as metadata.pkl lists them.
 
         Args:
+            path: of the tensor, in the tree.
             groups: what each group of ranks has, by metadata.pkl.
-            found: {rank: (rank, what its file holds)}.
+            found: {number of a rank: (rank, what its file holds)}.
 
         Raises:
             Corrupt: files and metadata contradict. Unsupported: a placement that no checkpoint can hold.
@@ -325,7 +355,18 @@ class _Reading:
         self, name: str, r: Rank, x: Any, shape: tuple[int, ...], starts: list[tuple[int, ...]]
     ) -> StoredTensor:
         """Return a rank's own tensor: plain, or inside a DTensor, which must be of the same whole and have its boxes in
-        the same places."""
+        the same places.
+
+        Args:
+            name: of the tensor, for messages.
+            r: the rank.
+            x: what its file holds.
+            shape: of the whole tensor, by metadata.pkl.
+            starts: where the rank's boxes begin in the whole, by metadata.pkl.
+
+        Raises:
+            Corrupt: file and metadata contradict.
+        """
         if is_sharded(x):
             stated = self.files.shards(r.file, name, x)
             if stated.shape != shape or (stated.rank is not None and stated.rank != r.rank):
@@ -346,7 +387,20 @@ class _Reading:
         return x
 
     def _add_box(self, chunks: Chunks, seen: Any, name: str, r: Rank, tensor: StoredTensor, piece: Any) -> None:
-        """Add a box of a local tensor, unless another rank has the same one."""
+        """Add a box of a local tensor to `chunks`, unless another rank has the same one, with whose bytes it is
+        compared.
+
+        Args:
+            chunks: those of the whole tensor so far.
+            seen: {(start, shape) of a box: (number of a file, the tensor in it)} so far.
+            name: of the tensor, for messages.
+            r: the rank.
+            tensor: its local tensor.
+            piece: where the box is, in the local tensor and in the whole.
+
+        Raises:
+            Corrupt: the box is not in the tensor.
+        """
         if len(piece.local) != len(tensor.shape) or any(
             a + n > m for a, n, m in zip(piece.local, piece.shape, tensor.shape, strict=True)
         ):
@@ -364,7 +418,13 @@ class _Reading:
         chunks.add(piece.start, piece.shape, r.file, *part.extent, None if part.contiguous else part.strides)
 
     def _copy_of_ranks(self, path: Path, column: list[tuple[Rank, StoredTensor]]) -> TensorEntry:
-        """Return a plain tensor of an item that metadata.pkl does not have: one rank's, or the same on all."""
+        """Return a plain tensor of an item that metadata.pkl does not have: one rank's, or the same on all. `column` is
+        what each rank has there.
+
+        Raises:
+            Corrupt: some ranks have something else. Unsupported: ranks have different ones, and `allow_equal_ranks` is
+                not set.
+        """
         name = joined(path)
         (r, first), *others = column
         if not isinstance(first, StoredTensor):
@@ -386,7 +446,12 @@ class _Reading:
         return self.files.entry(r.file, first)
 
     def _value_of_ranks(self, path: Path, column: list[tuple[Rank, object]]) -> dict[Path, object]:
-        """Return a value: once where all ranks have the same, else that of the first and the others' by rank."""
+        """Return {path: value}: once where all ranks have the same, else that of the first and the others' by rank.
+        `column` is what each rank has there.
+
+        Raises:
+            Unsupported: a DTensor is inside a tuple.
+        """
         data = []
         for r, x in column:
             if any(is_sharded(y) for y in _walk(x)):
@@ -406,7 +471,7 @@ class _Reading:
 
 
 def _walk(x: object) -> list[object]:
-    """Yield everything in a value, itself included."""
+    """List everything in a value, itself included."""
     todo, out = [x], []
     while todo:
         out.append(y := todo.pop())
@@ -422,7 +487,7 @@ _ITEM = re.compile(r"[A-Za-z0-9_-]+_\d{1,7}\.(pt|safetensors|json)|metadata\.pkl
 
 
 def _next_step(advice: Advice) -> str:
-    """Say whether the package's own manager loads it, and how at another world size."""
+    """Return a text on whether the package's own manager loads the folder, and how it does at another world size."""
     again = advice.convert("--to torch_checkpointing -n RANKS")
     if METADATA in advice.ckpt.files:
         return (
@@ -433,14 +498,15 @@ def _next_step(advice: Advice) -> str:
 
 
 def _unfinished(folder: SeenFolder) -> Unfinished | None:
-    """Tell a folder with files of items whose name is still that of an unfinished save."""
+    """Return what shows that a save did not end: a folder with files of items still has the temporary name. None where
+    nothing does."""
     if folder.layout is None and folder.is_temporary and any(map(_ITEM.fullmatch, folder.names)):
         return Unfinished(folder.STILL_WRITTEN, "torch_checkpointing")
     return None
 
 
 def _is_piece(source: Source, name: str) -> bool:
-    """Say whether a file is one item of one rank, beside metadata.pkl."""
+    """Return whether a file is one item of one rank, beside metadata.pkl."""
     # a server may have no listing of the folder
     return bool(_ITEM.fullmatch(name)) and not source.root.startswith("http") and METADATA in source.list()
 

@@ -61,7 +61,8 @@ class Placed:
         """Return (the boxes that a rank has, the shape of its local tensor or None where that is not said).
 
         Raises:
-            Unsupported: a placement that a checkpoint cannot hold. ValueError, KeyError, TypeError: not such metadata.
+            Unsupported: a placement that a checkpoint cannot hold. ValueError, KeyError, TypeError, IndexError: not
+                such metadata.
         """
         if not self.is_dtensor:
             rows = zip(self.data["global_offsets"], self.data["local_offsets"], self.data["local_sizes"], strict=True)
@@ -90,12 +91,16 @@ class Placed:
 
 @lru_cache(64)
 def _ranks_in_mesh(ranks: tuple[int, ...]) -> dict[int, int]:
-    """Return {rank: where it is in the flattened mesh}; tensors share their meshes."""
+    """Return {rank: its position in the flattened mesh}; cached, since tensors share their meshes."""
     return {rank: k for k, rank in enumerate(ranks)}
 
 
 def _parse_integers(x: object) -> tuple[int, ...]:
-    """Return a sequence of sizes as a tuple."""
+    """Return a list of sizes or ranks as a tuple.
+
+    Raises:
+        ValueError: it is no list of integers from 0 on.
+    """
     if isinstance(x, (list, tuple)) and len(x) <= _MOST_RANKS and all(type(n) is int and n >= 0 for n in x):
         return tuple(x)
     raise ValueError(f"{pickles.short(x)} are not sizes")
@@ -111,10 +116,11 @@ class Item:
 
 
 def read_metadata(source: Source) -> tuple[int, dict[str, Item]]:
-    """Return (world size, {item: Item}) of a folder's metadata.pkl.
+    """Return (world size, {name: item}) of a folder's metadata.pkl.
 
     Raises:
-        Corrupt: it is none. Unsupported: a type of metadata or of file that 0.1.1 does not have.
+        Corrupt: it is none. Unsafe: it would run code. Unsupported: a type of metadata or of file that 0.1.1 does not
+            have.
     """
     what = f"{source.root}/{METADATA}"
     data = source.read_all(METADATA, _MOST_BYTES)
@@ -128,7 +134,12 @@ def read_metadata(source: Source) -> tuple[int, dict[str, Item]]:
 
 
 def _parse_metadata(found: Any, what: str) -> tuple[int, dict[str, Item]]:
-    """Return the same of what was unpickled."""
+    """Return (world size, {name: item}) of what was unpickled from metadata.pkl, which `what` names in messages.
+
+    Raises:
+        Unsupported: another version, type of metadata or of file. KeyError, TypeError, ValueError, AttributeError: not
+            such metadata.
+    """
     world, version = found["world_size"], found.get("version", "1.0")
     if type(world) is not int or not 0 < world <= _MOST_RANKS:
         raise ValueError(f"world_size {pickles.short(world)}")
@@ -159,7 +170,17 @@ def _parse_metadata(found: Any, what: str) -> tuple[int, dict[str, Item]]:
 
 
 def _file_of_rank(name: str, rank: int, layout: Any, what: str) -> tuple[str, str]:
-    """Return the file of a rank, which the layout or the usual names give."""
+    """Return (the file of a rank, its kind: "pt", "safetensors", "json" or "raw").
+
+    Args:
+        name: of the item.
+        rank: the rank.
+        layout: what metadata.pkl says of the file; None: it has the usual name.
+        what: name of metadata.pkl in messages.
+
+    Raises:
+        Unsupported: the file is of another kind.
+    """
     if layout is None:
         return f"{name}_{rank}.pt", "pt"
     kind = FORMATS.get(layout["serialization_format"]["type"])
@@ -172,7 +193,12 @@ def _file_of_rank(name: str, rank: int, layout: Any, what: str) -> tuple[str, st
 
 
 def _parse_placed(group: Any, what: str) -> Placed:
-    """Return where the parts of a tensor are."""
+    """Return what a group of ranks has of a tensor, as an entry of metadata.pkl, which `what` names in messages, says
+    it.
+
+    Raises:
+        Unsupported: a class of the job describes it. KeyError, TypeError, ValueError: not such metadata.
+    """
     meta = group["sharding_metadata"]
     kind, data = meta["type"], meta["data"]
     if kind not in ("DTensorShardingMetadata", "default_tensor_v1"):

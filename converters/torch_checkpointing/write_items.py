@@ -91,7 +91,15 @@ def write(ckpt: Checkpoint, source: Source, options: WriteOptions) -> Draft:
 def _by_rank(
     name: str, leaves: Mapping[Path, object], ckpt: Checkpoint, source: Source
 ) -> dict[int, dict[Path, object]] | None:
-    """Return {rank: its part} of an item that ranks saved differently, RNG states say; None of one that all share."""
+    """Return {rank: {path: leaf}} of an item that ranks saved differently, such as RNG states; None of one that all
+    share.
+
+    Args:
+        name: of the item.
+        leaves: {path in it: leaf}; the paths begin with a rank if it is such an item.
+        ckpt: what is written.
+        source: where tensors in it are read, to compare them.
+    """
     if ROLES.get(name) not in ("rng", "dataloader") or not all(len(p) > 1 and str(p[0]).isdigit() for p in leaves):
         return None
     out: dict[int, dict[Path, object]] = {}
@@ -105,6 +113,7 @@ def _by_rank(
     held = small(ckpt, source, names)
 
     def shown(part: Mapping[Path, object]) -> dict[Path, object]:
+        """Return {path: bytes of a tensor, or the value} of a rank's part."""
         return {p: held[joined(x.path)] if isinstance(x, TensorEntry) else x for p, x in part.items()}
 
     first = shown(out[0])
@@ -125,8 +134,8 @@ class _Writing:
     described: dict[str, dict[str, object]] = field(default_factory=dict)
 
     def cut_item(self, item: str, leaves: Mapping[Path, object]) -> None:
-        """Cut the model or the optimizer: each rank has rows of every tensor, the first one all of those that are not
-        cut."""
+        """Add the files of the model or the optimizer: each rank has rows of every tensor, the first one all of those
+        that are not cut. `leaves` are {path in the item: leaf}."""
         described = self.described[item] = {}
         held = {p: joined(t.path) for p, t in leaves.items() if isinstance(t, TensorEntry)}
         rows = {n: self._rows_of_ranks(self.ckpt.tensors[n]) for n in held.values()}
@@ -169,7 +178,14 @@ class _Writing:
             self._place_tensor(name, name, self.tensors[self.same[name]].chunks)
 
     def put_item(self, item: str, rank: int, leaves: Mapping[Path, object], first: bool) -> None:
-        """Add the file of an item on one rank, with whole tensors; of later ranks they are copies."""
+        """Add the file of an item on one rank, with whole tensors.
+
+        Args:
+            item: its name.
+            rank: the rank.
+            leaves: {path in the item: leaf}.
+            first: the tensors have their names here; if not, they are copies of those in the file of another rank.
+        """
         tree: dict[Path, object] = {}
         keys: dict[str, str] = {}  # {name: its storage}
         sizes: dict[str, int] = {}
@@ -193,27 +209,29 @@ class _Writing:
             self._place_tensor(name, name, self.tensors[self.same[name]].chunks)
 
     def _place_tensor(self, name: str, of: str, chunks: Chunks) -> None:
-        """Note where a tensor is written, and which one it is copied from."""
+        """Record where a tensor is written (`chunks`) under a name, and that it is copied from the tensor `of` of the
+        source."""
         t = self.ckpt.tensors[of]
         self.tensors[name] = replace(t, dtype=self.cast[of], chunks=chunks, coding="raw")
         self.sources[name] = t
 
     def _rows_of_ranks(self, t: TensorEntry) -> list[int]:
-        """Return rows of each rank, [] of a tensor that only the first one has: numbers, counters, what has no
-        elements."""
+        """Return how many rows of a tensor each rank gets; empty for one that only the first has: numbers, counters,
+        what has no elements."""
         if not t.shape or not t.numel or (len(t.shape) == 1 and "float" not in t.dtype and "complex" not in t.dtype):
             return []
         return boxes.chunk_sizes(t.shape[0], self.world)
 
     def _bytes_of_rank(self, name: str, rows: list[int], rank: int) -> int:
-        """Return how many bytes of a tensor a rank has."""
+        """Return how many bytes of a tensor a rank has. `rows` are those of all ranks; empty where the first has it
+        all."""
         t = self.ckpt.tensors[name]
         n = rows[rank] * prod(t.shape[1:]) if rows else t.numel if rank == 0 else 0
         return n * ITEMSIZE[self.cast[name]]
 
     def _describe(self, t: TensorEntry, dtype: str, cut: bool) -> dict[str, object]:
-        """Return what metadata.pkl says of a tensor: cut among all ranks along dim 0, or whole on a mesh of the
-        first."""
+        """Return what metadata.pkl says of a tensor: cut among all ranks along dim 0 if `cut`, or whole on a mesh of
+        the first rank alone. `dtype` is the one to write."""
         ranks = tuple(range(self.world)) if cut else (0,)
         mesh = {"device_type": "cpu", "mesh_shape": (len(ranks),), "mesh_data": ranks, "mesh_dim_names": _MESH}
         data = {

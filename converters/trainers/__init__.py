@@ -101,12 +101,13 @@ def _engine_saves(source: Source) -> list[DirectoryPart]:
 
 
 def _is_deepspeed(source: Source) -> bool:
-    """Say whether a folder is a save of DeepSpeed's engine."""
+    """Return whether a folder is a save of DeepSpeed's engine."""
     return any(layout.detect(layouts.Place(source, None))[0] for layout in zero.LAYOUTS)
 
 
 def _is_accelerate(source: Source) -> tuple[bool, str]:
-    """Say whether a folder is one of `save_state`: a model, and what else only Accelerate writes beside it."""
+    """Return whether a folder is one of `save_state`: a model, and what else only Accelerate writes beside it; and, as
+    text, why or why not."""
     names = source.list()
     if "trainer_state.json" in names:
         return False, "trainer_state.json: of Hugging Face Trainer"
@@ -123,7 +124,8 @@ def _is_accelerate(source: Source) -> tuple[bool, str]:
 
 
 def _is_trainer(source: Source) -> tuple[bool, str]:
-    """Say whether a folder has trainer_state.json beside weights, or a save of DeepSpeed beside files of Trainer."""
+    """Return whether a folder has trainer_state.json beside weights, or a save of DeepSpeed beside files of Trainer;
+    and, as text, why or why not."""
     names = source.list()
     if "latest" in names:
         found = next((n for n in names if n == "trainer_state.json" or re.fullmatch(RNG_STATE, n)), None)
@@ -138,8 +140,8 @@ def _is_trainer(source: Source) -> tuple[bool, str]:
 
 
 def _world_size(pattern: str, source: Source) -> int | None:
-    """Return the number of ranks that saved their RNG state in files of this pattern; None where the engine's own files
-    tell."""
+    """Return the number of ranks that saved their RNG state in files of this pattern; None where there are none, or the
+    files of DeepSpeed's engine tell."""
     names = source.list()
     if "latest" in names:
         return None
@@ -148,7 +150,8 @@ def _world_size(pattern: str, source: Source) -> int | None:
 
 
 def _notes_of_trainer(source: Source) -> list[str]:
-    """Note that an optimizer lies there without the scheduler that Trainer asks for."""
+    """Return a note that an optimizer lies there without the scheduler that Trainer asks for; empty where that is not
+    so."""
     names = source.list()
     if "latest" in names or "scheduler.pt" in names or not optimizers_in(names):
         return []
@@ -159,7 +162,11 @@ def _notes_of_trainer(source: Source) -> list[str]:
 
 
 def _parts_of_state(rng: str, source: Source) -> list[DirectoryPart]:
-    """List the parts of Accelerate's or Trainer's directory; `rng` is the pattern of the files with the RNG states."""
+    """List the parts of Accelerate's or Trainer's directory; `rng` is the pattern of the files with the RNG states.
+
+    Raises:
+        Corrupt: a shard of the weights is missing.
+    """
     refuse_missing_shards(source)
     names = source.list()
     state = _engine_saves(source) if "latest" in names else state_in(names)
@@ -173,15 +180,17 @@ _OF_DEEPSPEED = r"(.*/)?(bf16_)?(zero_pp_rank_\d+_)?mp_rank_\d+.*_states\.pt"
 
 
 def _next_step(trainer: str, whole: str, of_fsdp1: str, advice: Advice) -> str:
-    """Say what Trainer or Accelerate does with a directory, by the files that it is made of.
+    """Return a text on what Trainer or Accelerate does with a directory, by the files that it is made of.
 
     Args:
         trainer: its name in sentences.
         whole: pattern of a file that it writes for FULL_STATE_DICT only.
         of_fsdp1: what to know where FSDP1 has written the same SHARDED directory, which its files do not tell.
+        advice: the directory, and the commands that convert it.
     """
 
     def has(pattern: str) -> bool:
+        """Return whether a file's name begins with what the pattern matches."""
         return any(re.match(pattern, n) for n in advice.ckpt.files)
 
     again = advice.convert(f"--for {advice.ckpt.layout} -n RANKS")
@@ -206,7 +215,8 @@ def _next_step(trainer: str, whole: str, of_fsdp1: str, advice: Advice) -> str:
 
 
 def _unfinished_half(folder: SeenFolder) -> Unfinished | None:
-    """Tell a folder of a model or an optimizer whose index was not written."""
+    """Return what shows that a save did not end: the folder of a model or an optimizer has no index. None where nothing
+    does."""
     for half in (n for n in folder.names if re.fullmatch(_HALF, n)):
         if not any(re.fullmatch(r"(__\d+)?\.metadata", n) for n in folder.source.list(half)):
             return Unfinished(f"no {half}/.metadata, which is written last")
@@ -303,7 +313,8 @@ _NO_STATE = "no trainer_state.json, which Trainer writes last"
 
 
 def _unfinished_of_trainer(folder: SeenFolder) -> Unfinished | None:
-    """Tell a checkpoint-N that has state of a trainer and no trainer_state.json."""
+    """Return what shows that a save did not end: a checkpoint-N has state of a trainer and no trainer_state.json. None
+    where nothing does."""
     if not re.fullmatch(_CHECKPOINT, folder.name) or "trainer_state.json" in folder.names:
         return None
     if folder.layout == SCRIPT.name:  # LLaMA-Factory names its folders so, too
@@ -402,7 +413,7 @@ TRAINER = Dialect(
 
 
 def _is_lightning(source: Source) -> tuple[bool, str]:
-    """Say whether a folder has meta.pt and the index of a dcp folder."""
+    """Return whether a folder has meta.pt and the index of a dcp folder; and, as text, why or why not."""
     names = source.list()
     if "meta.pt" not in names:
         return False, "no meta.pt"
@@ -410,7 +421,7 @@ def _is_lightning(source: Source) -> tuple[bool, str]:
 
 
 def _next_step_of_lightning(advice: Advice) -> str:
-    """Say what Lightning does with its folder, or how a dcp folder of its keys becomes one."""
+    """Return a text on what Lightning does with its folder, or how a dcp folder of its keys becomes one."""
     if advice.ckpt.layout != LIGHTNING.name:
         again = advice.convert("--for lightning -n RANKS")
         return f"Lightning resumes from a folder with meta.pt, which is not here: {again}"
@@ -476,12 +487,14 @@ LIGHTNING = Dialect(
 
 
 def _first_file_of_verl(source: Source, folder: str = "") -> str | None:
-    """Return the name of rank 0's file of a model in a folder; None where there is none."""
+    """Return the name of rank 0's file of a model in a folder below the source, or in the source itself; None where
+    there is none."""
     return next((n for n in source.list(folder) if re.fullmatch(r"model_world_size_\d+_rank_0\.pt", n)), None)
 
 
 def _is_verl(source: Source) -> tuple[bool, str]:
-    """Say whether a folder holds the files of verl's ranks, or is the folder above of one that has no critic."""
+    """Return whether a folder holds the files of verl's ranks, or is the folder above of one that has no critic; and,
+    as text, why or why not."""
     if found := _first_file_of_verl(source):
         return True, f"has {found}"
     if _first_file_of_verl(source, "actor"):
@@ -492,7 +505,7 @@ def _is_verl(source: Source) -> tuple[bool, str]:
 
 
 def _loader_of_verl(source: Source) -> list[str]:
-    """Name the file with the state of the data loader in the folder above, where that is a step of verl."""
+    """List the file with the state of the data loader in the folder above, if that is a step of verl and has one."""
     parent, name = parent_of(source)
     if name not in ("actor", "critic") or not re.fullmatch(r".*/global_step_\d+", parent):
         return []
@@ -512,7 +525,7 @@ def _parts_of_verl(source: Source) -> list[DirectoryPart]:
 
 
 def _next_step_of_verl(advice: Advice) -> str:
-    """Say that verl resumes at the same world size."""
+    """Return a text: verl resumes at the same world size."""
     return f"resumes in verl at {advice.ranks}; for transformers: {advice.convert('--to hf')}"
 
 
@@ -591,7 +604,7 @@ VERL = Dialect(
 
 
 def _next_step_of_torchtitan(advice: Advice) -> str:
-    """Say that torchtitan resumes, and what to leave out at another world size."""
+    """Return a text: torchtitan resumes; at another world size, what to leave out."""
     if not any(advice.ckpt.component(n) == "dataloader" for n in (*advice.ckpt.tensors, *advice.ckpt.values)):
         return "resumes at any world size in torchtitan; nothing to convert"
     return (

@@ -45,7 +45,7 @@ _MARKER = ".incomplete"
 
 
 def _layout_of_weights(source: Source, folder: str) -> str | None:
-    """Return the layout of the weights in a folder; None where there are none."""
+    """Return the layout of the weights in a folder, "dcp" or "hf"; None where there are none."""
     names = source.list(folder)
     if ".metadata" in names and not any(map(_SHARD.fullmatch, names)):
         return "dcp"
@@ -56,7 +56,8 @@ def _layout_of_weights(source: Source, folder: str) -> str | None:
 
 
 def _is_automodel(source: Source) -> tuple[bool, str]:
-    """Say whether a folder has weights, an optimizer and what else AutoModel writes, or the name that it gives."""
+    """Return whether a folder has weights, an optimizer and what else AutoModel writes, or the name that it gives; and,
+    as text, why or why not."""
     names = source.list()
     if "model" not in names or "optim" not in names:
         return False, "no model/ and optim/"
@@ -93,7 +94,7 @@ def _automodel_parts(source: Source) -> list[DirectoryPart]:
 
 
 def _automodel_notes(source: Source) -> Sequence[str]:
-    """Note that the save had not ended."""
+    """Return a note that the save had not ended; empty where it had."""
     if not source.exists(_MARKER):
         return ()
     return (
@@ -109,12 +110,13 @@ def _automodel_world_size(source: Source) -> int | None:
 
 
 def _next_step_of_automodel(advice: Advice) -> str:
-    """Say that AutoModel resumes at the same world size."""
+    """Return a text: AutoModel resumes at the same world size."""
     return f"resumes in NeMo AutoModel at {advice.ranks}; for torch's own: {advice.convert('--to dcp -n RANKS')}"
 
 
 def _unfinished(folder: SeenFolder) -> Unfinished | None:
-    """Tell a folder, known as of some layout, in which AutoModel's marker still lies."""
+    """Return what shows that a save did not end: a folder, known as of some layout, has AutoModel's marker. None where
+    nothing does."""
     if folder.layout is not None and not folder.is_temporary and _MARKER in folder.names:
         return Unfinished(f"has {_MARKER}: the save did not finish")
     return None
@@ -197,8 +199,8 @@ def _find_pair(source: Source) -> tuple[str, str] | None:
 
 
 def _is_transformers(source: Source) -> tuple[bool, str]:
-    """Say whether a folder holds shards of a model with the folder of an optimizer beside them, and is of no
-    trainer."""
+    """Return whether a folder holds shards of a model with the folder of an optimizer beside them, and is of no
+    trainer; and, as text, why or why not."""
     names = source.list()
     if "trainer_state.json" in names or _is_automodel(source)[0]:
         return False, "of another trainer"
@@ -219,7 +221,7 @@ def _transformers_parts(source: Source) -> Sequence[DirectoryPart]:
 
 
 def _next_step_of_transformers(advice: Advice) -> str:
-    """Say which two calls of transformers load the folder."""
+    """Return a text on which two calls of transformers load the folder. `advice` is not used."""
     return (
         "resumes at any world size with from_pretrained(distributed_config=...) and load_optimizer_distributed; "
         "nothing to convert"

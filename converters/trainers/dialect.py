@@ -169,13 +169,14 @@ class Dialect:
         )
 
     def _detect(self, where: Place) -> tuple[bool, str]:
-        """Say whether a place is a folder of this trainer, and why."""
+        """Return whether a place is a folder of this trainer; and, as text, why or why not."""
         if where.file is not None:
             return False, "a folder; this is a file"
         return self.detect(where.source)
 
     def _mount(self, where: Place) -> Place:
-        """Return the folder together with what belongs to it in the folder above."""
+        """Return the folder together with the files of the folder above that belong to it; the place as it is where
+        there are none."""
         source = where.source
         names = () if where.file is not None or source.sibling_names else self.siblings(source)
         if not names:
@@ -184,11 +185,13 @@ class Dialect:
 
 
 def read(dialect: Dialect, where: Place, options: ReadOptions) -> Checkpoint:
-    """Return the index of a directory: those of its parts, joined.
+    """Return the index of a trainer's directory: those of its parts, joined. Parts that cannot be read are listed as
+    unread, but for weights and optimizers that are checkpoints themselves.
 
     Raises:
-        Corrupt: two parts hold the same entry. Unsupported: an optimizer numbers its parameters, and nothing tells
-            their order.
+        Corrupt: two parts hold the same entry, or weights or an optimizer are damaged. Unsupported: an optimizer
+            numbers its parameters, and nothing tells their order.
+        IncompleteWeights: weights lack their last rows. UsageError: an option does not fit the directory.
     """
     source = where.source
     config = model_files.read_config(source) if source.exists("config.json") else None
@@ -230,7 +233,11 @@ def read(dialect: Dialect, where: Place, options: ReadOptions) -> Checkpoint:
 
 def _refuse_cut_weights(ckpt: Checkpoint) -> None:
     """Refuse weights that lack their last rows. Shards of torch's HuggingFaceStorageWriter do not say how many there
-    are, but moments have the shape of the whole parameter."""
+    are, but moments have the shape of the whole parameter.
+
+    Raises:
+        IncompleteWeights: with the first such weight.
+    """
     if not any("shard-" in f and f.endswith(".safetensors") for f in ckpt.files):
         return
     for t in ckpt.tensors.values():
@@ -245,15 +252,21 @@ def _refuse_cut_weights(ckpt: Checkpoint) -> None:
 
 
 def _is_needed(part: DirectoryPart, only: frozenset[str]) -> bool:
-    """Say whether a part is needed for some components; weights always are, since they name the optimizer's numbers."""
+    """Return whether a part must be read for the components `only`; weights always must, since they name the parameters
+    that an optimizer numbers."""
     if part.layout in (TREE, FOREIGN):
         return bool(only - {"model"})  # what it holds besides, its keys tell
     return part.component in only or part.component == "model"  # the weights name the optimizer's numbers
 
 
 def _read_checkpoint(source: Source, part: DirectoryPart, options: ReadOptions, whole: Checkpoint) -> Checkpoint:
-    """Return the index of a part that is a checkpoint itself, under the names that fit what was read before
-    (`whole`)."""
+    """Return the index of a part that is a checkpoint itself, under the names that fit what was read before (`whole`,
+    which gets its config.json if it had none).
+
+    Raises:
+        UsageError: `options.tag` chooses among saves where all are read. Corrupt, Unsupported: the part cannot be read,
+            or holds something else than it should.
+    """
     is_folder = bool(part.name) and source.glance(part.name)[0]
     where = Place(source.below(part.name), None) if is_folder else Place(source, part.name or None)
     model = {joined(t.path[1:]): t for t in whole.tensors.values() if t.path[0] == "model"}
@@ -303,8 +316,8 @@ def _read_checkpoint(source: Source, part: DirectoryPart, options: ReadOptions, 
 
 
 def _with_root_buffers(ckpt: Checkpoint) -> Checkpoint:
-    """Return the index of a file of a model's state dict, whose root may have a buffer `step` of its own, as
-    ema_pytorch's EMA has: it is no counter of a trainer."""
+    """Return the index of a file of a model's state dict with every tensor at its root in the model: a buffer `step`,
+    as ema_pytorch's EMA has, is no counter of a trainer."""
     tensors = {}
     for n, t in ckpt.tensors.items():
         if t.path[0] != "model" and len(at := original_path(t.path, ckpt.origin)) == 1:
@@ -315,6 +328,11 @@ def _with_root_buffers(ckpt: Checkpoint) -> Checkpoint:
 
 def _refuse_weights(what: str, paths: Iterable[Path], whole: Checkpoint) -> None:
     """Refuse weights in a file of something else, where the model has files of its own.
+
+    Args:
+        what: name of the file in messages.
+        paths: canonical paths of its entries.
+        whole: what was read before it.
 
     Raises:
         Corrupt: with the name of one.
@@ -328,8 +346,8 @@ def _refuse_weights(what: str, paths: Iterable[Path], whole: Checkpoint) -> None
 
 
 def _as_data(ckpt: Checkpoint, below: Path) -> Checkpoint:
-    """Move all entries of `extra` below a path in it, where they stand for data and no longer for the tree of a
-    source."""
+    """Return the checkpoint with all entries moved below `extra` and a path in it, where they stand for data and no
+    longer for the tree of a source."""
     moved = [replace(t, path=("extra", *below, *t.path[1:])) for t in ckpt.tensors.values()]
     values = [Value(("extra", *below, *v.path[1:]), v.data) for v in ckpt.values.values()]
     return replace(
@@ -356,7 +374,7 @@ def of_one_model(ckpt: Checkpoint) -> Checkpoint:
     """Return the checkpoint itself, if it is that of one model.
 
     Raises:
-        Unsupported: it is Accelerate's of several.
+        Unsupported: it is Accelerate's of several models.
     """
     if several := {str(t.path[1]) for t in ckpt.tensors.values() if t.path[0] == "model" and len(t.path) > 2}:
         raise Unsupported(
@@ -373,12 +391,14 @@ def saved_name(fqn: str) -> str:
 
 
 def live_name(fqn: str) -> str:
-    """Return the name that a module with one adapter of the usual name gives a parameter that PEFT saved."""
+    """Return the name that a module with one adapter, called "default", gives a parameter that PEFT saved:
+    "q_proj.lora_A.weight" becomes "q_proj.lora_A.default.weight"."""
     return _SAVED.sub(r"\1\2.default", fqn)
 
 
 def with_saved_names(ckpt: Checkpoint) -> Checkpoint:
-    """Name the parameters of an adapter as PEFT saves them, in the model and in the optimizer."""
+    """Return the checkpoint with the parameters of an adapter named as PEFT saves them, in the model and in the
+    optimizer. Where two would get one name, it is returned as it is, with a note."""
     tensors = {(p := _saved_path(t.path)): t if p == t.path else replace(t, path=p) for t in ckpt.tensors.values()}
     if len(tensors) != len(ckpt.tensors):
         return replace(
@@ -396,7 +416,7 @@ def with_saved_names(ckpt: Checkpoint) -> Checkpoint:
 
 
 def with_prefix(ckpt: Checkpoint, prefix: str) -> Checkpoint:
-    """Put a prefix before the names of the parameters in an optimizer."""
+    """Return the checkpoint with a prefix before the names of the parameters in the optimizer."""
     out = replace(ckpt, tensors={}, values={}, origin={})
     for t in ckpt.tensors.values():
         path = (*t.path[:2], prefix + str(t.path[2]), *t.path[3:]) if t.path[:2] == ("optim", "state") else t.path
@@ -425,8 +445,17 @@ def _saved_path(path: Path) -> Path:
 def _possible_orders(
     model: Mapping[str, TensorEntry], whole: Checkpoint, options: ReadOptions
 ) -> Iterable[Mapping[str, TensorEntry]]:
-    """Return the weights in every order that the module may have: safetensors files sort names, torch.save keeps their
-    order."""
+    """Return the weights in every order that the module may have, the likelier first: safetensors files sort names,
+    torch.save keeps their order.
+
+    Args:
+        model: {name: weight} in the order of the files.
+        whole: what was read so far, with config.json if there is one; gets a note where that does not help.
+        options: what the user gave.
+
+    Raises:
+        MissingPackage, Unsupported: the order cannot be taken from the config that the user gave.
+    """
     known = list(options.like.shapes) if options.like is not None else []
     if set(known) >= set(model) and known != sorted(known):  # sorted ones may come from safetensors too
         return [{n: model[n] for n in known if n in model}]
@@ -443,7 +472,13 @@ def _possible_orders(
 
 
 def _read_data(source: Source, part: DirectoryPart, options: ReadOptions, whole: Checkpoint) -> Checkpoint:
-    """Return the index of a part that is plain data; its tensors stay where they are."""
+    """Return the index of a part that is plain data (a file of torch.save or of JSON); its tensors stay where they are.
+    `whole` is what was read before.
+
+    Raises:
+        Corrupt: the file is damaged or holds something else. Unsafe: its pickle would run code. Unsupported: it cannot
+            be read.
+    """
     what = f"{source.root}/{part.name}"
     out = Checkpoint(DATA, source.root, None, [part.name], [source.size(part.name)], {}, {})
     if part.name.endswith(".json"):
@@ -482,7 +517,7 @@ def _read_data(source: Source, part: DirectoryPart, options: ReadOptions, whole:
 
 
 def _canonical_path(part: DirectoryPart, path: Path) -> Path:
-    """Return the canonical path of a leaf of a part of plain data."""
+    """Return the canonical path of a leaf that is at `path` in the file of a part of plain data."""
     if not path:
         return (part.component,)
     head = str(path[0])
@@ -494,8 +529,8 @@ def _canonical_path(part: DirectoryPart, path: Path) -> Path:
 def _with_foreign_optimizer(
     leaves: dict[Path, object], whole: Checkpoint, part: DirectoryPart, notes: list[str]
 ) -> dict[Path, object]:
-    """Move an optimizer that does not name the parameters as the weights do to `extra`, under its own names, and note
-    it."""
+    """Return {path: leaf} of a part, its optimizer moved to `extra` under its own names if it does not name the
+    parameters as the weights of `whole` do; `notes` gets that."""
     model = {joined(t.path[1:]) for t in whole.tensors.values() if t.path[0] == "model"}
     named = dict.fromkeys(p[2] for p in leaves if p[:2] == ("optimizer", "state") and len(p) > 3)
     if not any(p[0] == "optimizer" for p in leaves) or (named and named.keys() <= model):
@@ -510,7 +545,11 @@ def _with_foreign_optimizer(
 
 
 def _parse_left_over(leaves: Mapping[Path, Any], what: str) -> dict[Path, Any]:
-    """Return {canonical path: leaf} of LEFT_OVER.
+    """Return {canonical path: leaf} of the file in which ckpttool keeps what the trainer has no file for.
+
+    Args:
+        leaves: {path in the file: leaf}.
+        what: name of the file in messages.
 
     Raises:
         Corrupt: it is not what ckpttool writes.
@@ -530,7 +569,11 @@ def _parse_left_over(leaves: Mapping[Path, Any], what: str) -> dict[Path, Any]:
 
 
 def _add(out: Checkpoint, found: Checkpoint, part: DirectoryPart) -> None:
-    """Join the index of a part to that of the directory."""
+    """Add the index `found` of a part to `out`, that of the directory.
+
+    Raises:
+        Corrupt: an entry of the part is there already.
+    """
     by = len(out.files)
     for path in [*(t.path for t in found.tensors.values()), *(v.path for v in found.values.values())]:
         _refuse_second(out, (path[0], *part.under, *path[1:]), part)
@@ -567,7 +610,16 @@ def _add(out: Checkpoint, found: Checkpoint, part: DirectoryPart) -> None:
 
 
 def _refuse_second(out: Checkpoint, path: Path, part: DirectoryPart) -> None:
-    """Refuse an entry of a part that another part holds too."""
+    """Refuse an entry of a part that another part holds too.
+
+    Args:
+        out: the index of the directory so far.
+        path: canonical path of the entry.
+        part: where it is now.
+
+    Raises:
+        Corrupt: it is in `out` already.
+    """
     name = joined(path)
     if name in out.tensors or name in out.values:
         raise Corrupt(
@@ -577,7 +629,11 @@ def _refuse_second(out: Checkpoint, path: Path, part: DirectoryPart) -> None:
 
 
 def locate(ckpt: Checkpoint, source: Source) -> Checkpoint:
-    """Return the index with raw byte ranges: items of dcp are looked into, names of the Hub become those in memory."""
+    """Return the index with raw byte ranges: items of dcp are looked into, names of the Hub become those in memory.
+
+    Raises:
+        Corrupt, Unsafe, Unsupported: an item is damaged, would run code, or cannot be read.
+    """
     if any(t.coding != "raw" for t in ckpt.tensors.values()):
         ckpt = dcp.locate(ckpt, source)
     if ckpt.config is not None and any(f.endswith(".safetensors") for f in ckpt.files):

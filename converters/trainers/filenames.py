@@ -34,13 +34,15 @@ RNG_KEYS = {
 
 
 def numbered(names: Sequence[str], pattern: str) -> Iterator[tuple[str, int]]:
-    """Yield (name, its number, 0 where it has none) of the names that a pattern with one group matches, by number."""
+    """Yield (name, its number) of the names that a pattern with one group matches whole, by number; it is 0 where the
+    group matches nothing."""
     rows = [(name, int(m[1] or 0)) for name in names if (m := re.fullmatch(pattern, name))]
     yield from sorted(rows, key=lambda row: row[1])
 
 
 def models_in(names: Sequence[str]) -> list[DirectoryPart]:
-    """List the models, by number: where there are several, each is under its number."""
+    """List the models among the names in a directory, by number: each has its number as the path below its
+    component."""
     found: list[DirectoryPart] = []
     for pattern, layout in (
         (r"pytorch_model_fsdp_(\d+)", "dcp"),
@@ -62,7 +64,7 @@ def models_in(names: Sequence[str]) -> list[DirectoryPart]:
 
 
 def optimizers_in(names: Sequence[str]) -> list[DirectoryPart]:
-    """List the optimizers, by number; that of number i is the optimizer of model i."""
+    """List the optimizers among the names in a directory, by number; that of number i is the optimizer of model i."""
     for pattern, layout in ((r"optimizer_(\d+)", "dcp"), (r"optimizer(?:_(\d+))?\.(?:bin|pt)", "full")):
         found = [DirectoryPart(name, layout, "optim", (str(i),)) for name, i in numbered(names, pattern)]
         if found:
@@ -71,7 +73,7 @@ def optimizers_in(names: Sequence[str]) -> list[DirectoryPart]:
 
 
 def state_in(names: Sequence[str]) -> list[DirectoryPart]:
-    """List models and optimizers; a single model needs no number."""
+    """List models and optimizers among the names in a directory; a single model needs no number."""
     models, optimizers = models_in(names), optimizers_in(names)
     if len({part.under for part in models}) < 2 and len(optimizers) < 2:
         return [replace(part, under=()) for part in (*models, *optimizers)]
@@ -79,7 +81,8 @@ def state_in(names: Sequence[str]) -> list[DirectoryPart]:
 
 
 def rest_in(names: Sequence[str], rng: str) -> list[DirectoryPart]:
-    """List schedulers, scalers, data loaders, RNG states and registered objects."""
+    """List schedulers, scalers, data loaders, RNG states and registered objects among the names in a directory. `rng`
+    is the pattern of the files with RNG states, whose group is the rank."""
     out: list[DirectoryPart] = []
     for pattern, component in (
         (r"scheduler(?:_(\d+))?\.(?:bin|pt)", "scheduler"),
@@ -106,7 +109,11 @@ RNG_STATE = r"rng_state(?:_(\d{1,6}))?\.pth"
 
 
 def refuse_missing_shards(source: Source) -> None:
-    """Refuse a model of which not all numbered *.bin shards are there. Those of safetensors the layout hf counts."""
+    """Refuse a model of which not all numbered *.bin shards are there. Those of safetensors the layout hf counts.
+
+    Raises:
+        Corrupt: with the first that is missing.
+    """
     for name in (names := source.list()):
         if m := re.fullmatch(r"pytorch_model-(\d{5})-of-(\d{5})\.bin", name):
             for i in range(1, int(m[2]) + 1):

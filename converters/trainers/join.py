@@ -50,8 +50,15 @@ class SmallFile:
 def state_drafts(
     ckpt: Checkpoint, source: Source, options: WriteOptions, names: Mapping[str, tuple[str, str]]
 ) -> list[tuple[str, Draft]]:
-    """Return (folder, draft) of the model and of the optimizer; `names` gives their names by state dict type: sharded
-    is written as dcp, the others as files of torch.save.
+    """Return (folder with "/", or "", draft) of the model and of the optimizer, as far as there are any.
+
+    Sharded ones are written as dcp, the others as files of torch.save.
+
+    Args:
+        ckpt: what is written.
+        source: where its bytes are.
+        options: those of the conversion; `state_dict_type` among them.
+        names: {state dict type: (name of the model, name of the optimizer)}.
 
     Raises:
         Unsupported: the type is ddp, whose optimizer numbers its parameters, and their order is not known; or ddp of an
@@ -85,7 +92,8 @@ def state_drafts(
 
 
 def _declare_order(draft: Draft, numbers: Mapping[str, int]) -> None:
-    """List the parameters of the param groups of a draft by number, and put their names into `param_names`."""
+    """List the parameters of the param groups of a draft by number, and put their names into `param_names`. `numbers`
+    are {FQN: number}."""
     for n, v in list(draft.checkpoint.values.items()):
         if v.path[:2] == ("optim", "param_groups") and v.path[3:] == ("params",):
             listed = sorted(v.data, key=lambda fqn: numbers[fqn])
@@ -109,6 +117,7 @@ def numbered_parameters(ckpt: Checkpoint, options: WriteOptions) -> dict[str, in
 
     Raises:
         Unsupported: the order is not known, or the optimizer does not list its parameters.
+        MissingPackage: transformers is needed for the order, and is not installed. RemoteError: the Hub did not answer.
     """
     groups = [data for p, data in ckpt.leaves().items() if p[:2] == ("optim", "param_groups") and p[3:] == ("params",)]
     if any(not isinstance(g, list) or not all(isinstance(n, str) for n in g) for g in groups):
@@ -137,11 +146,19 @@ def numbered_parameters(ckpt: Checkpoint, options: WriteOptions) -> dict[str, in
 
 
 def _own_tree(key: Path, numbers: Mapping[str, int], leaves: dict[Path, object]) -> dict[Path, object]:
-    """Return the leaves of one component below `key`. The optimizer has `numbers` for its parameters where there are
-    any, and their names in `param_names`, as torch >= 2.6 saves them (Optimizer.state_dict); otherwise the parameters
-    of an adapter have the names of the live module."""
+    """Return {path in the file: leaf} of one component, below `key`.
+
+    The optimizer has `numbers` for its parameters where there are any, and their names in `param_names`, as torch >=
+    2.6 saves them (Optimizer.state_dict); otherwise the parameters of an adapter have the names of the live module.
+
+    Args:
+        key: what stands before every path; () for nothing.
+        numbers: {FQN: number of the parameter}; empty where names are kept.
+        leaves: {canonical path: leaf}.
+    """
 
     def name(fqn: str) -> str | int:
+        """Return what the file has for a parameter: its number, or its name in the live module."""
         return numbers[fqn] if numbers else live_name(fqn)
 
     out: dict[Path, object] = {}
@@ -161,7 +178,7 @@ def _own_tree(key: Path, numbers: Mapping[str, int], leaves: dict[Path, object])
 
 
 def data_files(ckpt: Checkpoint, files: Sequence[SmallFile], options: WriteOptions) -> Draft:
-    """Draft small files. Tensors in them are copied; everything else is literal."""
+    """Draft small files. Tensors of `ckpt` in them are copied; everything else is literal."""
     out = TorchFiles()
     tensors: dict[str, TensorEntry] = {}
     for file in files:
@@ -189,7 +206,14 @@ def data_files(ckpt: Checkpoint, files: Sequence[SmallFile], options: WriteOptio
 def _reference(
     t: TensorEntry, options: WriteOptions, storages: dict[str, int], entries: list[tuple[str, TensorEntry]]
 ) -> TensorRef:
-    """Give a tensor a storage of its own in the file, and return the reference to it."""
+    """Give a tensor a storage of its own in a file, and return the reference to it that is pickled.
+
+    Args:
+        t: the tensor.
+        options: says to which dtype it is cast.
+        storages: gets {key of the storage: its bytes}.
+        entries: gets (key of the storage, tensor with the dtype to write).
+    """
     t = replace(t, dtype=options.cast(joined(t.path), t.dtype))
     key = str(len(storages))
     storages[key] = t.nbytes
@@ -200,8 +224,15 @@ def _reference(
 def joined_drafts(
     name: str, ckpt: Checkpoint, parts: Sequence[tuple[str, Draft]], options: WriteOptions, world: int
 ) -> Draft:
-    """Join several drafts, each in a folder of its own ("" is the directory itself). The files of the last one come
-    last."""
+    """Join several drafts to that of one directory. The files of the last one come last.
+
+    Args:
+        name: the layout of the result.
+        ckpt: what is written, all of it.
+        parts: (folder with "/", or "" for the directory itself, draft).
+        options: those of the conversion.
+        world: ranks of the new job.
+    """
     files: list[DraftFile] = []
     tensors: dict[str, TensorEntry] = {}
     out = Draft(Checkpoint(name, options.target, world, [], [], tensors, dict(ckpt.values)), {}, files)
@@ -242,10 +273,11 @@ def joined_drafts(
 
 
 def left_over(ckpt: Checkpoint, placed: set[Path]) -> tuple[list[SmallFile], list[str]]:
-    """Return (ckpttool_state.pt with everything besides model and optimizer that no other file has, a note); none where
-    nothing is left.
+    """Return (the file ckpttool_state.pt with everything besides model and optimizer that no other file has, a note on
+    it), each a list of one; both are empty where nothing is left.
 
-    {"values": ((path, data), ...), "tensors": {"0": tensor, ...}, "paths": (path of tensor 0, ...)}
+    The file is {"values": ((path, data), ...), "tensors": {"0": tensor, ...}, "paths": (path of tensor 0, ...)}.
+    `placed` are the canonical paths that other files have.
     """
     rest = {p: leaf for p, leaf in ckpt.leaves().items() if p[0] not in ("model", "optim") and p not in placed}
     if not rest:

@@ -27,7 +27,8 @@ _MODEL, _TRAIN, _LAST = "model_and_optim", "train", ".metadata.json"
 
 
 def _is_olmo(source: Source) -> tuple[bool, str]:
-    """Say whether a folder has a model of dcp and what else OLMo-core writes beside it."""
+    """Return whether a folder has a model of dcp and what else OLMo-core writes beside it; and, as text, why or why
+    not."""
     names = source.list()
     if _MODEL not in names or ".metadata" not in source.list(_MODEL):
         return False, f"no {_MODEL}/.metadata"
@@ -37,7 +38,7 @@ def _is_olmo(source: Source) -> tuple[bool, str]:
 
 
 def _files_of_ranks(source: Source) -> list[tuple[str, int]]:
-    """List (file, rank) of what the ranks saved."""
+    """List (name in train/, rank) of the files that the ranks saved, by rank."""
     return list(numbered(source.list(_TRAIN), r"rank(\d{1,6})\.pt"))
 
 
@@ -51,7 +52,7 @@ def _parts(source: Source) -> list[DirectoryPart]:
 
 
 def _notes(source: Source) -> list[str]:
-    """Note that the save had not ended, or that the file of a rank is missing."""
+    """Return notes that the save had not ended, or that the file of a rank is missing; empty where neither is so."""
     out = []
     if not source.exists(_LAST):
         out.append(
@@ -64,13 +65,14 @@ def _notes(source: Source) -> list[str]:
 
 
 def _next_step(advice: Advice) -> str:
-    """Say that OLMo-core resumes at any world size."""
+    """Return a text: OLMo-core resumes at any world size."""
     own = advice.convert("--to dcp -n RANKS")
     return f"resumes at any world size in OLMo-core; nothing to convert (for torch's own: {own})"
 
 
 def _unfinished(folder: SeenFolder) -> Unfinished | None:
-    """Tell a folder of a model whose last file is missing."""
+    """Return what shows that a save did not end: a folder with a model has no .metadata.json. None where nothing
+    does."""
     if _MODEL in folder.names and _LAST not in folder.names:
         return Unfinished(f"no {_LAST}, which OLMo-core writes last")
     return None

@@ -47,7 +47,7 @@ _COMPLETE = "CHECKPOINT_COMPLETE"
 
 
 def _weights(source: Source, names: Sequence[str]) -> list[DirectoryPart]:
-    """List the files or the folder of the weights."""
+    """List the files or the folder of the weights; `names` are those in the directory."""
     if found := [p for p in models_in(names) if p.layout in ("hf", "full") and "fsdp" not in p.name]:
         return [DirectoryPart(p.name, p.layout, "model") for p in found]
     files = [n for n in names if _WEIGHTS.fullmatch(n)]
@@ -58,18 +58,19 @@ def _weights(source: Source, names: Sequence[str]) -> list[DirectoryPart]:
 
 
 def _optimizers(source: Source, names: Sequence[str]) -> list[DirectoryPart]:
-    """List the files and folders of optimizers."""
+    """List the files and folders of optimizers; `names` are those in the directory."""
     files = [DirectoryPart(n, "full", "optim", optional=True) for n in names if _OPTIMIZER.fullmatch(n)]
     return files + [DirectoryPart(n, "dcp", "optim", optional=True) for n in _folders_of_dcp(source, names, 1)]
 
 
 def _folders_of_dcp(source: Source, names: Sequence[str], which: int) -> Iterator[str]:
-    """Yield the folders of dcp among names: of weights (`which` is 0) or of an optimizer (1)."""
+    """Yield the folders of dcp among the names in a directory: of weights (`which` is 0) or of an optimizer (1)."""
     return (n for n in names if _FOLDERS[which].fullmatch(n) and ".metadata" in source.list(n))
 
 
 def _detect(source: Source) -> tuple[bool, str]:
-    """Say whether a folder has weights and an optimizer, one of each, under names that scripts use."""
+    """Return whether a folder has weights and an optimizer, one of each, under names that scripts use; and, as text,
+    why or why not."""
     names = source.list()
     other = next((n for n in names if n in (".metadata", "latest", "trainer_state.json", "meta.pt")), None)
     other = other or next(
@@ -93,7 +94,11 @@ def _detect(source: Source) -> tuple[bool, str]:
 
 
 def _parts(source: Source) -> list[DirectoryPart]:
-    """List the parts: weights, optimizer, files of ranks, and whatever else names tell."""
+    """List the parts: weights, optimizer, files of ranks, and whatever else names tell.
+
+    Raises:
+        Corrupt: a shard of the weights is missing.
+    """
     refuse_missing_shards(source)
     names = source.list()
     out = [*_weights(source, names), *_optimizers(source, names)]
@@ -113,7 +118,7 @@ def _parts(source: Source) -> list[DirectoryPart]:
 
 
 def _next_step(advice: Advice) -> str:
-    """Say how a job of several ranks, and transformers, get the state."""
+    """Return a text on how a job of several ranks, and transformers, get the state."""
     job, model = advice.convert("--to dcp -n RANKS"), advice.convert("--to hf")
     return f"for a job of several ranks: {job}; for transformers: {model}"
 

@@ -40,7 +40,8 @@ _INSIDE, _BESIDE = "recipe_state.pt", "recipe_state/recipe_state.pt"
 
 
 def _detect(source: Source) -> tuple[bool, str]:
-    """Say whether a folder is named as an epoch or a step, and has weights and the recipe's state."""
+    """Return whether a folder is named as an epoch or a step, and has weights and the recipe's state; and, as text, why
+    or why not."""
     _, name = parent_of(source)
     names = source.list()
     if _FOLDER.fullmatch(name) is None:
@@ -53,7 +54,8 @@ def _detect(source: Source) -> tuple[bool, str]:
 
 
 def _siblings(source: Source) -> Sequence[str]:
-    """Name the recipe's state in the folder above, if it is there."""
+    """List the file with the recipe's state in the folder above; empty where it is not there, or in the folder
+    itself."""
     parent, _ = parent_of(source)
     if not parent or source.exists(_INSIDE):
         return ()
@@ -65,7 +67,7 @@ def _siblings(source: Source) -> Sequence[str]:
 
 
 def _weights(names: Sequence[str]) -> list[DirectoryPart]:
-    """List the files of the weights."""
+    """List the files of the weights; `names` are those in the directory."""
     found = [n for n in names if _WEIGHTS.fullmatch(n)]
     if "model.safetensors.index.json" in names or "model.safetensors" in names:
         return [DirectoryPart("", "hf", "model")]
@@ -92,13 +94,14 @@ def _parts(source: Source) -> list[DirectoryPart]:
 
 
 def _notes(source: Source) -> list[str]:
-    """Note that the recipe's state is that of another epoch."""
+    """Return a note that the recipe's state is that of another epoch; empty where it is not."""
     recipe, other = _recipe_state(source)
     return [f"{recipe} {other}: it was not read, and this state has no optimizer"] if other else []
 
 
 def _recipe_state(source: Source) -> tuple[str | None, str]:
-    """Return (the file with the recipe's state or None, "" or why it is that of another epoch)."""
+    """Return (the file with the recipe's state, why it is that of another epoch); None where there is none, "" where it
+    is of this one."""
     if source.exists(_INSIDE):
         return _INSIDE, ""
     if not source.sibling_names:
@@ -128,18 +131,19 @@ def _recipe_state(source: Source) -> tuple[str | None, str]:
 
 
 def _numbers(names: Iterable[str], kind: str) -> set[int]:
-    """Return the numbers of the epochs, or of the steps, of which there are folders."""
+    """Return the numbers of the folders of epochs, or of steps, among some names; `kind` is "epoch" or "step"."""
     return {int(m[2]) for n in names if (m := _FOLDER.fullmatch(n)) and m[1] == kind}
 
 
 def _is_last(above: str, names: Sequence[str], name: str) -> bool:
-    """Say whether a folder is that of the last epoch or step: the recipe's state is that of the last one."""
+    """Return whether the folder `name` is that of the last epoch or step among `names`: the recipe's state is that of
+    the last one. `above` is not used."""
     m = _FOLDER.fullmatch(name)
     return m is not None and int(m[2]) == max(_numbers(names, m[1]))
 
 
 def _next_step(advice: Advice) -> str:
-    """Say whether a recipe resumes or starts with a new optimizer."""
+    """Return a text on whether a recipe resumes or starts with a new optimizer."""
     model = advice.convert("--to hf")
     if not any(_INSIDE in n for n in advice.ckpt.files):
         return f"torchtune starts with a new optimizer from these weights; for transformers: {model}"

@@ -33,12 +33,12 @@ _STATE, _MANIFEST = "extra_state", "checkpoint_manifest.json"
 
 
 def _files_of_ranks(source: Source, folder: str) -> list[tuple[str, int]]:
-    """List (file, rank) of what the ranks saved in a folder."""
+    """List (file, rank) of what the ranks saved in a folder, by rank; a file is named from the directory."""
     return [(f"{folder}/{n}", rank) for n, rank in numbered(source.list(folder), r"(?:extra_state_)?rank_(\d+)\.pt")]
 
 
 def _is_veomni(source: Source) -> tuple[bool, str]:
-    """Say whether a folder is a step of VeOmni, of either layout."""
+    """Return whether a folder is a step of VeOmni, of either layout; and, as text, why or why not."""
     names = source.list()
     if ".metadata" in names and _STATE in names and (found := _files_of_ranks(source, _STATE)):
         return True, f"has .metadata and {found[0][0]}"
@@ -52,7 +52,11 @@ def _is_veomni(source: Source) -> tuple[bool, str]:
 
 
 def _parts(source: Source) -> list[DirectoryPart]:
-    """List the parts: model, optimizer, data loaders, and what else each rank saved."""
+    """List the parts: model, optimizer, data loaders, and what else each rank saved.
+
+    Raises:
+        Unsupported: the directory holds several models.
+    """
     names = source.list()
     if ".metadata" in names:
         out = [DirectoryPart("", "dcp", "model", whole=True)]
@@ -70,7 +74,11 @@ def _parts(source: Source) -> list[DirectoryPart]:
 
 
 def _parts_of_later_release(source: Source) -> list[DirectoryPart]:
-    """List model, optimizer and scheduler as the later release lays them out."""
+    """List model, optimizer and scheduler as releases after 0.1.12 lay them out.
+
+    Raises:
+        Unsupported: the directory holds several models.
+    """
     inside = source.list("model")
     if "ckpt" not in inside:
         modules = sorted(m for m in inside if "ckpt" in source.list(f"model/{m}"))
@@ -87,19 +95,19 @@ def _parts_of_later_release(source: Source) -> list[DirectoryPart]:
 
 
 def _notes(source: Source) -> Sequence[str]:
-    """Note that the save had not ended."""
+    """Return a note that the save had not ended; empty where it had."""
     if ".metadata" in source.list() or source.exists(_MANIFEST):
         return ()
     return (f"no {_MANIFEST}, which VeOmni writes last: the save had not ended, and VeOmni does not resume from it",)
 
 
 def _next_step(advice: Advice) -> str:
-    """Say that VeOmni resumes at the same world size."""
+    """Return a text: VeOmni resumes at the same world size."""
     return f"resumes in VeOmni at {advice.ranks}; for torch's own: {advice.convert('--to dcp -n RANKS')}"
 
 
 def _gaps(folder: SeenFolder) -> Iterator[str]:
-    """Name the manifest, which VeOmni writes last."""
+    """Yield a text if the manifest, which VeOmni writes last, is missing in a folder with a model."""
     if "model" in folder.names and _MANIFEST not in folder.names:
         yield f"no {_MANIFEST}, which VeOmni writes last"
 

@@ -38,7 +38,8 @@ _NAMES_OF_TRAINER = {**_NAMES, "ddp": ("pytorch_model.bin", "optimizer.pt")}
 
 
 def _refuse_several_optimizers(ckpt: Checkpoint, trainer: str) -> None:
-    """Refuse a state with several optimizers, of which a trainer would not find all.
+    """Refuse a state with several optimizers, of which a trainer would not find all. `trainer` is its name in the
+    message.
 
     Raises:
         Unsupported: there are several optimizers.
@@ -55,17 +56,18 @@ def _refuse_several_optimizers(ckpt: Checkpoint, trainer: str) -> None:
 
 
 def _leaves_below(ckpt: Checkpoint, *head: str | int) -> dict[Path, object]:
-    """Return {path: leaf} of a state below a path."""
+    """Return {path: leaf} of the entries whose path begins with `head`."""
     return {p: leaf for p, leaf in ckpt.leaves().items() if p[: len(head)] == head}
 
 
 def _leaves_inside(ckpt: Checkpoint, *head: str | int) -> dict[Path, object]:
-    """Return `_leaves_below` without a leaf at the path itself, which would be no state dict."""
+    """Return {path: leaf} of the entries below the path `head`, without one at the path itself, which would be no state
+    dict."""
     return {p: leaf for p, leaf in _leaves_below(ckpt, *head).items() if len(p) > len(head)}
 
 
 def _schedulers(ckpt: Checkpoint) -> list[tuple[set[Path], dict[Path, object]]]:
-    """List (canonical paths, {path in the state dict: leaf}) of each scheduler; several are numbered below
+    """List (canonical paths, {path in the state dict: leaf}) of each scheduler, by number; several are numbered below
     "scheduler"."""
     found = _leaves_inside(ckpt, "scheduler")
     if not found or not all(len(p) > 2 and str(p[1]).isdigit() for p in found):
@@ -76,20 +78,30 @@ def _schedulers(ckpt: Checkpoint) -> list[tuple[set[Path], dict[Path, object]]]:
 
 
 def _cut_paths(leaves: Mapping[Path, object], cut: int, names: Mapping[str, str] | None = None) -> dict[Path, object]:
-    """Cut the first elements off the paths of leaves; `names` gives the next element another name."""
+    """Return leaves with the first `cut` elements left off their paths. `names` are {next element: what it is called
+    instead}; None for none."""
     names = names or {}
     return {(names.get(str(p[cut]), p[cut]), *p[cut + 1 :]): leaf for p, leaf in leaves.items() if len(p) > cut}
 
 
 def _file_tree(leaves: Mapping[Path, object]) -> dict[Path, object]:
-    """Return the tree of a file whose leaves are below the first two elements of these paths; it may be one value."""
+    """Return {path in the file: leaf} of leaves, without the first two elements of their paths; a file that is one
+    value has it at ()."""
     return {p[2:]: leaf for p, leaf in leaves.items()}
 
 
 def _rng_files(
     ckpt: Checkpoint, world: int, pattern: str, keys: Mapping[str, str], placed: set[Path]
 ) -> list[SmallFile]:
-    """Make the file with the RNG state of every rank that the new job has."""
+    """List the files with the RNG state of every rank that the new job has, and the source too.
+
+    Args:
+        ckpt: what is written.
+        world: ranks of the new job.
+        pattern: name of a file, with {} for the rank.
+        keys: {canonical name of a part of the state: its name in the file}.
+        placed: gets the canonical paths that are in these files.
+    """
     of_rank: dict[str, dict[Path, object]] = {}
     for path, leaf in _leaves_below(ckpt, "rng").items():
         if len(path) > 2:
@@ -101,7 +113,8 @@ def _rng_files(
 
 
 def _note_lost_rng(files: Sequence[SmallFile], world: int) -> list[str]:
-    """Note the ranks for which the source has no RNG state."""
+    """Return a note on the ranks, of `world`, for which the source has no RNG state; empty where it has all. `files`
+    are those that were made."""
     if len(files) in (0, world):
         return [] if files else ["the source has no RNG state: ranks keep the seeds that the script sets"]
     return [
@@ -121,7 +134,22 @@ def _draft_directory(
     notes: list[str],
     made: Mapping[Path, object] = MappingProxyType({}),
 ) -> Draft:
-    """Draft a directory of Accelerate or Trainer: model and optimizer, the small files, and what has no other place."""
+    """Draft a directory of Accelerate or Trainer: model and optimizer, the small files, and what has no other place.
+
+    Args:
+        name: "accelerate" or "trainer".
+        ckpt: what is written.
+        source: where its bytes are.
+        options: those of the conversion.
+        small: the small files.
+        placed: canonical paths of what is in them.
+        world: ranks of the new job.
+        notes: what the user should know of them.
+        made: {canonical path: value} of what the source does not have.
+
+    Raises:
+        Unsupported: there are no weights, or the optimizer's parameters cannot be numbered.
+    """
     if ckpt.salvage is None and not any(t.path[0] == "model" for t in ckpt.tensors.values()):
         raise Unsupported(
             "the checkpoint holds no model weights, and a job resumes from no directory without "
@@ -137,7 +165,12 @@ def _draft_directory(
 
 
 def write_accelerate(ckpt: Checkpoint, source: Source, options: WriteOptions) -> Draft:
-    """Draft what `accelerator.load_state` of a job with FSDP reads."""
+    """Draft what `accelerator.load_state` of a job with FSDP reads.
+
+    Raises:
+        UsageError: no world size was given and the source has none.
+        Unsupported: there are no weights, several optimizers, or parameters that cannot be numbered where they must be.
+    """
     _refuse_several_optimizers(ckpt, "Accelerate")
     world = options.ranks(ckpt)
     placed: set[Path] = set()
@@ -168,7 +201,12 @@ def write_accelerate(ckpt: Checkpoint, source: Source, options: WriteOptions) ->
 
 
 def write_trainer(ckpt: Checkpoint, source: Source, options: WriteOptions) -> Draft:
-    """Draft what `Trainer.train(resume_from_checkpoint=...)` of a job with FSDP reads."""
+    """Draft what `Trainer.train(resume_from_checkpoint=...)` of a job with FSDP reads.
+
+    Raises:
+        UsageError: no world size was given and the source has none.
+        Unsupported: there are no weights, several optimizers, or parameters that cannot be numbered where they must be.
+    """
     _refuse_several_optimizers(ckpt, "Trainer")
     world = options.ranks(ckpt)
     placed: set[Path] = set()
@@ -252,7 +290,7 @@ def _count_steps(ckpt: Checkpoint, source: Source) -> int:
 
 
 def _is_json(x: object) -> bool:
-    """Say whether JSON can hold a value."""
+    """Return whether JSON can hold a value."""
     try:
         json.dumps(x)
     except (TypeError, ValueError):
@@ -277,7 +315,11 @@ _LIGHTNING_VERSION = "2.6.0"
 
 
 def write_lightning(ckpt: Checkpoint, source: Source, options: WriteOptions) -> Draft:
-    """Draft what `trainer.fit(ckpt_path=...)` of a job with FSDPStrategy or ModelParallelStrategy reads."""
+    """Draft what `trainer.fit(ckpt_path=...)` of a job with FSDPStrategy or ModelParallelStrategy reads.
+
+    Raises:
+        UsageError: no world size was given and the source has none. Unsupported: there are several optimizers.
+    """
     _refuse_several_optimizers(ckpt, "Lightning")
     world = options.ranks(ckpt)
     placed: set[Path] = set()
@@ -322,6 +364,7 @@ def write_lightning(ckpt: Checkpoint, source: Source, options: WriteOptions) -> 
     keys = {"model": "state_dict", "optim": "optimizer_0"}
 
     def tree(leaves: dict[Path, Any]) -> dict[Path, Any]:
+        """Return the leaves under Lightning's keys for model and optimizer."""
         return {(keys[str(p[0])], *p[1:]): leaf for p, leaf in leaves.items()}
 
     rest, kept = left_over(ckpt, placed)
@@ -337,10 +380,11 @@ def write_lightning(ckpt: Checkpoint, source: Source, options: WriteOptions) -> 
 
 
 def _fit_loop_progress(step: int) -> dict[str, object]:
-    """Return the progress of Lightning's fit loop after so many optimizer steps, one a batch
+    """Return the state of Lightning's loops, {"fit_loop": ...}, after so many optimizer steps, one a batch
     (lightning/pytorch/loops)."""
 
     def progress(n: int, *keys: str) -> dict[str, object]:
+        """Return counters in total and of the current run, each {key: n}."""
         return {part: dict.fromkeys(keys, n) for part in ("total", "current")}
 
     whole, short = ("ready", "completed", "started", "processed"), ("ready", "completed")
@@ -364,7 +408,7 @@ def _fit_loop_progress(step: int) -> dict[str, object]:
 
 
 def _titan_tree(leaves: dict[Path, Any]) -> dict[Path, Any]:
-    """Return the leaves with the model at the root and the optimizer flattened by parameter
+    """Return {path in torchtitan's state dict: leaf}: the model at the root, and the optimizer flattened by parameter
     (StateDictOptions(flatten_optimizer_state_dict=True))."""
     out: dict[Path, Any] = {}
     for path, leaf in leaves.items():
@@ -387,7 +431,12 @@ def _titan_tree(leaves: dict[Path, Any]) -> dict[Path, Any]:
 
 
 def write_titan(ckpt: Checkpoint, source: Source, options: WriteOptions) -> Draft:
-    """Draft what torchtitan's CheckpointManager asks for."""
+    """Draft what torchtitan's CheckpointManager asks for.
+
+    Raises:
+        UsageError: no world size was given and the source has none.
+        Unsupported: there are several optimizers, or an option of a param group is a tensor.
+    """
     _refuse_several_optimizers(ckpt, "torchtitan")
     if shared := next((n for n, t in ckpt.tensors.items() if t.path[:2] == ("optim", "param_groups")), None):
         raise Unsupported(

@@ -33,7 +33,14 @@ Rslora = Annotated[
 
 
 def run_and_print(call: Callable[[Meter], ConvertResult], *, as_json: bool, quiet: bool, verbose: bool) -> None:
-    """Convert, showing progress, and print the result as `ckpttool convert` does."""
+    """Convert, showing progress, and print the result.
+
+    Args:
+        call: converts; it is called with what shows the progress.
+        as_json: print the result as JSON.
+        quiet: print the digests alone.
+        verbose: name every entry that was left behind.
+    """
     with Meter(quiet) as meter:
         done = call(meter)
     if as_json:

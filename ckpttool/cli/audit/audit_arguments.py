@@ -47,14 +47,18 @@ FailIfMissing = Annotated[
 
 
 def threads_of(given: int | None) -> int:
-    """Return the number of threads: as given, or one per core up to 8. SHA-256 is one stream, which eight compressing
-    threads keep busy."""
+    """Return the number of threads.
+
+    Args:
+        given: what --jobs was given; None: one per core, from two to eight. SHA-256 is one stream, which eight
+            compressing threads keep busy.
+    """
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 2
     return given or min(8, max(2, cores))
 
 
 def print_entry(entry: dict[str, Any], as_json: bool) -> None:
-    """Print a line of the ledger: its number and hash."""
+    """Print a line of the ledger on stdout: its number and hash, or all of it as JSON."""
     if as_json:
         print_json(entry)
         return

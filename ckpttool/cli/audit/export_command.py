@@ -49,7 +49,11 @@ _NOT_OF_ARCHIVES = (
 
 
 def _parse_meta(pairs: list[str] | None) -> tuple[tuple[str, str], ...]:
-    """Parse KEY=VALUE pairs; raises UsageError."""
+    """Return (key, value) of each "KEY=VALUE"; () for None.
+
+    Raises:
+        UsageError: one has no key or no "=".
+    """
     out = []
     for pair in pairs or []:
         key, eq, value = pair.partition("=")
@@ -60,8 +64,12 @@ def _parse_meta(pairs: list[str] | None) -> tuple[tuple[str, str], ...]:
 
 
 def _source_date_epoch(reproducible: bool) -> int | None:
-    """Return SOURCE_DATE_EPOCH in seconds, if it is set and --reproducible is given; otherwise None.
-    https://reproducible-builds.org/specs/source-date-epoch/"""
+    """Return the environment variable SOURCE_DATE_EPOCH, a time in seconds
+    (https://reproducible-builds.org/specs/source-date-epoch/); None if it is not set, or --reproducible is not given.
+
+    Raises:
+        UsageError: it is not a number of seconds.
+    """
     text = os.environ.get("SOURCE_DATE_EPOCH", "")
     if not reproducible or not text:
         return None

@@ -56,7 +56,12 @@ def verify(
 
 
 def _print_chain(found: dict[str, Any], gone: list[ListingRow]) -> None:
-    """Print what is known of a ledger."""
+    """Print what a check of a ledger found.
+
+    Args:
+        found: the result of `ledger.verify_chain`.
+        gone: archives that are missing.
+    """
     note(f"{found['entries']} entries, from {found['first']} to {found['last']}, in one chain")
     for b in found["backwards"]:
         note(

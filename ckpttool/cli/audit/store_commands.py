@@ -89,7 +89,7 @@ def _print_listing(store: str, rows: Sequence[ListingRow]) -> None:
 
 
 def _shorten_hashes(signer: str) -> str:
-    """Shorten the hashes in the description of a signer, for a table."""
+    """Return the description of a signer with hashes cut to twelve digits, for a table."""
     return re.sub(r"([0-9a-f]{12})[0-9a-f]{52}", r"\1", signer)
 
 

@@ -100,7 +100,15 @@ def verify(
 
 
 def _print_verdict(found: ArchiveVerdict, seconds: float, quiet: bool) -> None:
-    """Print the result of a verification; raises Corrupt if the archive is damaged."""
+    """Print the result of a verification.
+
+    Args:
+        seconds: how long it took.
+        quiet: print no notes.
+
+    Raises:
+        Corrupt: the archive is damaged.
+    """
     if found.workers is not None:
         note(
             f"{found.workers['name']} read {count_noun(found.workers['parts'], 'part')}; {found.workers['again']} were "

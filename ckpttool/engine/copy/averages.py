@@ -46,8 +46,13 @@ class Averages:
         self.found: dict[str, tuple[int, int]] = {}
 
     def add(self, name: str, dtype: str, first: int, data: memoryview) -> bool:
-        """Look at the bytes of a tensor from its element `first` on; returns whether one is below 0. NaN and -0 are
-        not."""
+        """Count the negative elements in a piece of a tensor, and tell whether there are any; NaN and -0 do not count.
+        Tensors that are not in `names`, or whose dtype is not in `EXPONENT`, are passed over.
+
+        Args:
+            first: flat index of the first element of the piece.
+            data: its bytes.
+        """
         if name not in self.names or dtype not in EXPONENT:
             return False
         import numpy as np
@@ -66,13 +71,19 @@ class Averages:
 
 
 def averages_of(tensors: Mapping[str, TensorEntry]) -> frozenset[str]:
-    """Find the tensors of an optimizer that are sums or averages of squares or of absolute values."""
+    """Return the names of the tensors of an optimizer that cannot be negative: sums or averages of squares or of
+    absolute values."""
     return frozenset(n for n, t in tensors.items() if t.component == "optim" and str(t.path[-1]) in _NOT_NEGATIVE)
 
 
 def describe_negative(found: Mapping[str, tuple[int, int]], tensors: Mapping[str, TensorEntry], at: str = "") -> str:
-    """Say what elements below 0 mean, for people; `at` is where the first one is, if more is known of it than its
-    index."""
+    """Return a text that says, for people, what elements below 0 mean.
+
+    Args:
+        found: {tensor: (its elements below 0, the flat index of the first)}, not empty.
+        tensors: {name: tensor}, those in `found` among them.
+        at: where the first element is, "at [3, 4], in FILE"; if "", its index is written.
+    """
     name, (n, first) = next(iter(found.items()))
     t = tensors[name]
     at = at or f"at {list(boxes.flat_to_boxes(t.shape, first, first + 1)[0][0])}"

@@ -47,7 +47,8 @@ class BlockPlan:
 
 
 def plan_blocks(jobs: Iterable[StreamJob], block_bytes: int) -> Iterator[BlockPlan]:
-    """Yield the blocks of tensors, in order, none larger than `block_bytes` as it is read and as it is handed on."""
+    """Yield the blocks in which tensors are streamed, in order; none is larger than `block_bytes`, neither in the dtype
+    that is read nor in the one that is handed on."""
     for job in jobs:
         e = job.entry
         item = ITEMSIZE[e.dtype]
@@ -71,8 +72,8 @@ def plan_blocks(jobs: Iterable[StreamJob], block_bytes: int) -> Iterator[BlockPl
 
 
 def _flat_rows(e: TensorEntry) -> list[tuple[int, int, int]] | None:
-    """Return (row, first element, count) of each chunk, in order; None unless every chunk is a flat, uncompressed,
-    row-major range."""
+    """Return (number of the chunk, first element, count of elements) of each chunk of a tensor, in the order of the
+    elements; None unless every chunk is a flat, uncompressed, row-major range."""
     c = e.chunks
     if c.strides or c.zstd:
         return None
@@ -92,7 +93,8 @@ def _flat_rows(e: TensorEntry) -> list[tuple[int, int, int]] | None:
 
 
 def _plan_slabs(job: StreamJob, most: int) -> Iterator[BlockPlan]:
-    """Yield slabs of at most `most` elements, each put together from the chunks that meet it."""
+    """Yield a tensor as slabs (boxes that are flat ranges of it) of at most `most` elements, each put together from the
+    chunks that meet it."""
     e = job.entry
     chunks = [(k, c.start, c.shape) for k, c in enumerate(e.chunks) if prod(c.shape)]
     for start, shape in boxes.cut_into_slabs(e.shape, most):

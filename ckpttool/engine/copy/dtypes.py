@@ -27,7 +27,7 @@ class CastLosses(NamedTuple):
     cut: int = 0
 
     def plus(self, other: CastLosses) -> CastLosses:
-        """Add the counts of another cast."""
+        """Return the sum of these counts and those of another cast."""
         return CastLosses(*(a + b for a, b in zip(self, other, strict=True)))
 
 
@@ -44,8 +44,12 @@ def cast(data: memoryview, dtype: str, out: memoryview, to: str) -> CastLosses:
     look for them would slow every cast down. float8_e8m0fnu has neither sign nor zero: as in torch, a negative number
     becomes its magnitude, and what is below 2**-127 becomes that.
 
+    Args:
+        data: the elements, in torch's dtype of the name `dtype`.
+        out: where they are written in the dtype `to`; as many elements.
+
     Returns:
-        counts of elements; a cast between equal ranges counts nothing.
+        Counts of elements; a cast to a dtype with the same range counts nothing.
     """
     import numpy as np
 
@@ -65,8 +69,9 @@ def cast(data: memoryview, dtype: str, out: memoryview, to: str) -> CastLosses:
 
 
 def _choose_converter(dtype: str, to: str) -> Callable[[Array, Array], object]:
-    """Return a function that writes elements of one dtype as those of another: of a byte each by a table, others by
-    numpy, with the steps that torch takes."""
+    """Return a function f(piece, part) that writes the elements of the array `piece`, of one dtype, to the array
+    `part`, of another. Elements of one byte go through a table, others through numpy, with the steps that torch
+    takes."""
     import numpy as np
 
     if dtype.startswith("float8"):
@@ -76,6 +81,7 @@ def _choose_converter(dtype: str, to: str) -> Callable[[Array, Array], object]:
         return lambda piece, part: _convert_to_exponents(piece, part)
 
     def convert(piece: Array, part: Array) -> None:
+        """Write the elements of `piece` to `part` by numpy, with the steps that torch takes."""
         if to == "float8_e4m3fn":  # has no infinity: torch gives its largest number for all that is beyond
             piece = np.clip(piece, -448, 448)
         elif (dtype, to) == ("float64", "float16"):  # torch has no other way, and rounds twice
@@ -87,7 +93,7 @@ def _choose_converter(dtype: str, to: str) -> Callable[[Array, Array], object]:
 
 @lru_cache(128)
 def _conversion_table(dtype: str, to: str) -> Array:
-    """Return the numbers of all 256 bytes of a dtype, in another."""
+    """Return an array that holds, for each of the 256 bytes of a one-byte dtype, the same number in the dtype `to`."""
     import numpy as np
 
     codes = np.arange(256, dtype="u4")
@@ -108,7 +114,8 @@ def _conversion_table(dtype: str, to: str) -> Array:
 
 
 def _set_nans(piece: Array, part: Array, dtype: str, to: str) -> None:
-    """Replace the NaNs that numpy and ml_dtypes made of those of `piece` by torch's, where they differ."""
+    """Overwrite NaNs in `part`, the cast of `piece` from `dtype` to `to`, by the NaNs that torch would give, where
+    numpy and ml_dtypes give others."""
     import numpy as np
 
     if to == "bfloat16":
@@ -121,8 +128,8 @@ def _set_nans(piece: Array, part: Array, dtype: str, to: str) -> None:
 
 
 def _convert_to_exponents(piece: Array, part: Array) -> None:
-    """Write numbers as float8_e8m0fnu: the exponent of the float32, rounded to nearest, and up where two are equally
-    near, but for 2**-127.
+    """Write the numbers of `piece` to `part` as float8_e8m0fnu: the exponent of the float32, rounded to nearest, and up
+    where two are equally near, but for 2**-127.
 
     Source: torch/headeronly/util/Float8_e8m0fnu.h, fp8e8m0fnu_from_fp32_value.
     """
@@ -139,8 +146,9 @@ _ENDS = {"float16": 0x7C00, "bfloat16": 0x7F80, "float8_e5m2": 0x7C, "float8_e4m
 
 
 def _may_have_lost(part: Array, dtype: str, to: str) -> bool:
-    """Decide whether any element is infinite, NaN or the largest that there is. Casts between numpy's own dtypes are
-    not looked at: numpy itself reports that a number overflows."""
+    """Decide whether a cast may have lost numbers: whether any element of its result `part` is infinite, NaN or the
+    largest that there is. False for casts between numpy's own dtypes, since numpy itself reports that a number
+    overflows."""
     if to in _ENDS and not (to == "float16" and dtype in ("float64", "float32")):
         end, item = _ENDS[to], part.itemsize
         return bool(part.view(f"i{item}").max() >= end or part.view(f"u{item}").max() >= end + (1 << 8 * item - 1))
@@ -160,13 +168,17 @@ def _count_lost(piece: Array, part: Array, to: str) -> CastLosses:
 
 
 def bits_dtype(item: int) -> str:
-    """Return the numpy dtype that moves elements of `item` bytes as they are, by machine words where there are such."""
+    """Return the name of a numpy dtype that moves elements of `item` bytes as they are: an unsigned integer where one
+    has that size ("u4"), else raw bytes ("V16")."""
     return {1: "u1", 2: "u2", 4: "u4", 8: "u8"}.get(item, f"V{item}")
 
 
 def numpy_dtype(dtype: str) -> np.dtype[Any]:
-    """Return the numpy dtype of a torch one; ml_dtypes gives those that numpy does not have (complex32 since its
-    0.6)."""
+    """Return the numpy dtype of a torch one, given by name; ml_dtypes gives those that numpy does not have.
+
+    Raises:
+        AttributeError: neither has it (complex32, before ml_dtypes 0.6).
+    """
     import numpy as np
 
     if dtype in ("bfloat16", "complex32") or dtype.startswith("float8"):
@@ -178,7 +190,12 @@ def numpy_dtype(dtype: str) -> np.dtype[Any]:
 
 
 def numbers(data: bytes | memoryview | Array, dtype: str) -> Array:
-    """Return the numbers in a buffer as a flat array; of pairs of float4, the one in the lower four bits first."""
+    """Return the numbers in a buffer as a flat array, in the numpy dtype of the torch one; of pairs of float4, the one
+    in the lower four bits first.
+
+    Raises:
+        AttributeError: neither numpy nor ml_dtypes has the dtype.
+    """
     import numpy as np
 
     if dtype != "float4_e2m1fn_x2":

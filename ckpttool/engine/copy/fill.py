@@ -100,11 +100,13 @@ def fill(
     progress: Progress,
     budget: IOBudget = DEFAULT_BUDGET,
 ) -> dict[str, str]:
-    """Write every file of a draft to its destination; returns {tensor: BLAKE3 hex digest of its bytes there}.
+    """Write every file of a draft to its destination; returns {tensor: BLAKE3 hex digest of its bytes there}. What an
+    interrupted run left is continued, or written again where it was altered.
 
     Args:
-        files: the names, in the source, that the chunks' file numbers stand for.
-        records: byte ranges of them with known CRC32s, checked as they are read.
+        files: the source's files; the file numbers of chunks count in this list.
+        records: byte ranges of these files with known CRC32s, checked as they are read.
+        progress: called with ("copy" or "reread", bytes done, bytes in all).
 
     Raises:
         Corrupt, SourceChanged: the source is damaged, or was written to meanwhile.
@@ -127,8 +129,12 @@ def fill(
 
 
 def note_lost(draft: Draft, lost: Mapping[str, Iterable[int]]) -> None:
-    """Put into a draft what casts could not hold, {tensor: `CastLosses`}, under the names of the source; of several
-    copies of a tensor, the one that lost most."""
+    """Put into `draft.lost`, under the names of the source, what casts could not hold; of several copies of a tensor,
+    the one that lost most.
+
+    Args:
+        lost: {tensor of the draft: the three counts of its `CastLosses`}.
+    """
     for name, counts in lost.items():
         of, row = joined(draft.sources[name].path), CastLosses(*counts)._asdict()
         before = draft.lost.get(of)
@@ -144,7 +150,8 @@ _BECAME = {
 
 
 def lost_notes(lost: Mapping[str, Mapping[str, Any]]) -> list[str]:
-    """Return what to say of `Draft.lost`: one sentence for each dtype and what became of the numbers."""
+    """Return sentences about what casts could not hold, one for each dtype and what became of the numbers; `lost` is
+    `Draft.lost`, {tensor: {"dtype", and the counts of `CastLosses`}}."""
     out = []
     for kind, became in _BECAME.items():
         for dtype in dict.fromkeys(row["dtype"] for row in lost.values()):
@@ -175,22 +182,27 @@ class Scatter:
         self.averages = Averages(draft.averages)
 
     def end_tensor(self, name: str) -> None:
-        """Called when the last block of a tensor was handed on."""
+        """Do what has to be done after a tensor: it is called when its last block was handed on, and does nothing
+        here."""
 
     def write(self, row: ChunkRow, data: memoryview) -> None:
-        """Called with the next bytes of a chunk."""
+        """Take the next bytes of a chunk; subclasses write them."""
         raise NotImplementedError
 
     def begin(self, name: str, entry: TensorEntry, row: ChunkRow) -> None:
-        """Called before the first bytes of a chunk."""
+        """Prepare a chunk of tensor `name`; it is called before the first bytes of the chunk."""
         raise NotImplementedError
 
     def end(self, name: str, entry: TensorEntry, row: ChunkRow) -> None:
-        """Called after the last bytes of a chunk, when it is in `crcs`."""
+        """Complete a chunk of tensor `name`; it is called after its last bytes, when it is in `crcs`."""
         raise NotImplementedError
 
     def blocks(self, reader: Reader, names: Iterable[str], sources: Mapping[str, TensorEntry]) -> Iterator[Block]:
-        """Digest tensors and hand them on; yields each block when that is done.
+        """Digest tensors and hand their bytes on to `write`; yields each block when that is done.
+
+        Args:
+            names: the tensors of the draft, in this order.
+            sources: {name: the tensor whose bytes are read}.
 
         Raises:
             Corrupt: an average of squares is below 0, or bytes do not have the CRC32 that the source carries.
@@ -224,9 +236,9 @@ class Scatter:
             yield block
 
     def _copy_ranges(self, name: str, entry: TensorEntry, plan: list[ChunkRow], block: Block, hasher: blake3) -> None:
-        """Digest a block and append it to the chunks, each of which is a flat range of the tensor, piece by piece.
+        """Digest a block and append it, piece by piece, to chunks that are flat ranges of the tensor.
 
-        `plan` holds the chunks from the last to the first; those that are done are taken out.
+        `plan` holds the tensor's chunks from the last to the first; those that are done are taken out.
         """
         item = ITEMSIZE[entry.dtype]
         at, end = block.first, block.first + block.count
@@ -251,7 +263,8 @@ class Scatter:
                 plan.pop()
 
     def _copy_boxes(self, name: str, entry: TensorEntry, plan: list[ChunkRow], block: Block) -> None:
-        """Append what a slab holds of each chunk, a box of the tensor."""
+        """Append to each chunk in `plan`, a box of the tensor, what the slab in `block` holds of it. The digest is left
+        to the caller."""
         item = ITEMSIZE[entry.dtype]
         if block.count == 0:
             for r in reversed(plan):
@@ -273,7 +286,7 @@ class Scatter:
                 self._end_chunk(name, entry, r)
 
     def _end_chunk(self, name: str, entry: TensorEntry, row: ChunkRow) -> None:
-        """Note the CRC32 of a chunk, and say that it is done."""
+        """Note the CRC32 of a chunk in `crcs`, and call `end`."""
         self.crcs.setdefault(row.file, []).append((name, row.row, row.crc))
         self.end(name, entry, row)
 
@@ -310,7 +323,8 @@ class _Filling(Scatter):
         self.noted, self.last_note = 0, time.monotonic()
 
     def open_out(self, file: int) -> DestinationFile:
-        """Return the stream of a file, opened at its first byte."""
+        """Return the output of a file of the draft, given by its number; at the first call, it is opened and its first
+        bytes are appended."""
         if file not in self.outs:
             f = self.draft.files[file]
             out = raw = self.destination.open_file(f.name, self.writer, self.again)
@@ -324,8 +338,13 @@ class _Filling(Scatter):
     def run(self, progress: Progress) -> dict[str, str]:
         """Copy all tensors and finish all files; returns {tensor: BLAKE3 hex digest}.
 
+        Args:
+            progress: called with ("copy" or "reread", bytes done, bytes in all).
+
         Raises:
             Altered: what an interrupted run left is not what it had written.
+            Corrupt, SourceChanged: the source is damaged, or was written to meanwhile.
+            NoSpace, CkpttoolError: the destination could not be written.
         """
         sources, done = self.draft.sources, self.earlier.done
         if done > len(self.names):
@@ -352,8 +371,14 @@ class _Filling(Scatter):
         return self.digests
 
     def _walk_again(self, names: list[str], progress: Progress) -> Reader | None:
-        """Digest once more the tensors that an earlier run finished; returns the reader, where it is one of the
-        source."""
+        """Digest once more the tensors that an earlier run finished, from what it wrote or from the source.
+
+        Returns:
+            The reader, if it has read the source and can go on there; else None.
+
+        Raises:
+            Altered: what the earlier run wrote is not what its journal says.
+        """
         tensors, sources = self.draft.checkpoint.tensors, self.draft.sources
         names = [n for n in names if n not in self.draft.aliases]
         coded = any(f.coded for f in self.draft.files)  # what lies in such a file cannot be read by offset
@@ -383,7 +408,8 @@ class _Filling(Scatter):
         return None if here else reader
 
     def _note_if_due(self, name: str, passed: int) -> None:
-        """Write a line in the journal after a tensor, where it is time for one; `passed` bytes were read by now."""
+        """Write a line in the journal after tensor `name` if enough bytes or seconds have passed since the last one;
+        `passed` is how many bytes of the source were read by now."""
         now = time.monotonic()
         due = passed - self.noted >= _JOURNAL_BYTES or (
             passed > self.noted and now - self.last_note >= _JOURNAL_SECONDS
@@ -418,7 +444,7 @@ class _Filling(Scatter):
             self.ended.append(row.file)
 
     def _journal(self, done: int) -> None:
-        """Make everything up to tensor `done` durable, then say so."""
+        """Make the first `done` tensors durable on the disk, then write a line in the journal that says so."""
         self._settle()
         for out in self.outs.values():
             out.sync()
@@ -438,7 +464,7 @@ class _Filling(Scatter):
         self.writer.drain()
 
     def _finish(self, files: list[int]) -> None:
-        """Finish files, in the order given: heads of files without chunks, tails, truncation, fsync."""
+        """Finish files, given by number, in that order: heads of files without chunks, tails, truncation, fsync."""
         for i in files:
             f, out = self.draft.files[i], self.open_out(i)
             if self.again:
@@ -454,7 +480,7 @@ class _Filling(Scatter):
             self.closed.add(i)
 
     def close(self) -> None:
-        """Stop the writer; nothing is written afterwards."""
+        """Stop the writer and close the files; nothing is written afterwards."""
         self.writer.pool.shutdown(wait=True, cancel_futures=True)
         for out in self.outs.values():
             out.close()
@@ -475,13 +501,14 @@ class ChunkRow:
 
 
 def _has_flat_chunks(entry: TensorEntry) -> bool:
-    """Decide whether every chunk is a range of the flattened tensor."""
+    """Tell whether every chunk is a range of the flattened tensor."""
     c = entry.chunks
     return c.rows_in_order() is not None or all(boxes.box_is_flat(entry.shape, k.start, k.shape) for k in c)
 
 
 def _chunk_rows(entry: TensorEntry) -> list[ChunkRow]:
-    """List the chunks to fill, the last first: in the order of the flattened tensor, where each is a range of that."""
+    """List the chunks of a tensor to fill, the last first: in the order of the elements if each is a flat range of the
+    tensor, else as the index has them."""
     flat = _has_flat_chunks(entry)
     rows = [ChunkRow(k, entry, box, flat) for k, box in enumerate(entry.chunks.boxes())]
     if entry.numel:
@@ -490,7 +517,8 @@ def _chunk_rows(entry: TensorEntry) -> list[ChunkRow]:
 
 
 def _box_bytes(block: Block, box: tuple[tuple[int, ...], tuple[int, ...]], item: int) -> memoryview:
-    """Return the bytes of a box of a slab, row-major."""
+    """Return the bytes of a box (start, shape) of the tensor that the slab in `block` holds, row-major; `item` is the
+    bytes of an element."""
     at = tuple(a - b for a, b in zip(box[0], block.start, strict=True))
     if boxes.box_is_flat(block.shape, at, box[1]):
         a = boxes.flat_start(block.shape, at) * item

@@ -32,8 +32,10 @@ class CrcVerifier:
         self._lock = threading.Lock()
 
     def update(self, file: int, offset: int, data: memoryview) -> int | None:
-        """Add bytes that were read at an offset of a file, given by its number; returns their CRC32 if a record
-        contains them and they are new.
+        """Add bytes that were read from a file, given by its number, at an offset.
+
+        Returns:
+            Their CRC32, if they lie in one record that is not complete yet; else None.
 
         Raises:
             CrcMismatch: a record is complete, and its CRC32 is not the stored one.
@@ -54,8 +56,16 @@ class CrcVerifier:
         return crc
 
     def _add(self, key: tuple[int, int], record: Record, start: int, end: int, crc: int) -> None:
-        """Add a part of a record, joined with its neighbours, so that rows that are read in any order stay few parts;
-        one that was read before, for another tensor that shares these bytes, is left out."""
+        """Add bytes [start, end) of a file, which lie in `record`, with their CRC32, and join them with their
+        neighbours, so that rows that are read in any order stay few parts. Bytes that were read before, for another
+        tensor that shares them, are passed over.
+
+        Args:
+            key: (file, number of the record in it).
+
+        Raises:
+            CrcMismatch: the record is complete, and its CRC32 is not the stored one.
+        """
         seen = self._seen.setdefault(key, [])
         k = bisect_right(seen, start, key=itemgetter(0))
         if (k and seen[k - 1][1] > start) or (k < len(seen) and seen[k][0] < end):
@@ -77,12 +87,12 @@ class CrcVerifier:
             raise CrcMismatch(record, crc)
 
     def parts_read(self) -> list[tuple[int, int, list[tuple[int, int, int]]]]:
-        """List (file, number of a record in it, [(first byte, end, CRC32)] of what was read) of records that were read
-        in part."""
+        """List what was read of records that are not complete: (file, number of the record in it, [(first byte, end,
+        CRC32)])."""
         return [(file, i, list(parts)) for (file, i), parts in self._seen.items()]
 
     def absorb(self, seen: Iterable[tuple[int, int, Iterable[Sequence[int]]]]) -> None:
-        """Add what another verifier of the same records has seen of those that it has not finished.
+        """Add what another verifier of the same records has read of those that it has not finished: its `parts_read()`.
 
         Raises:
             CrcMismatch: a record is complete, and its CRC32 is not the stored one.
@@ -95,7 +105,8 @@ class CrcVerifier:
                 self._add(key, self._records[file][i], start, end, crc)
 
     def missing_parts(self) -> Iterator[tuple[int, int, int]]:
-        """Yield (file, offset, length) of the missing parts of records that were read in part."""
+        """Yield (number of the file, offset, length in bytes) of the bytes that are still to be read of records that
+        were read in part."""
         for (file, i), seen in list(self._seen.items()):
             record = self._records[file][i]
             at = record.extent.offset

@@ -72,8 +72,8 @@ class Block:
     lost: CastLosses = NOTHING  # what the cast of these elements could not hold
 
     def pieces(self, begin: int, end: int) -> Iterator[tuple[memoryview, int | None]]:
-        """Yield data[begin:end] in pieces that stay in the cache, each with its CRC32 where the source carries one to
-        compare.
+        """Yield bytes [begin, end) of `data` in pieces that stay in the cache, as (bytes, their CRC32); the CRC32 is
+        None where none was needed to check them.
 
         Raises:
             Corrupt: the bytes do not match the CRC32 that the source carries.
@@ -155,8 +155,8 @@ class Reader:
                             block._lease.end()
 
     def _batches(self, plans: Iterator[BlockPlan]) -> Iterator[list[BlockPlan]]:
-        """Yield plans one by one; small ones in groups that fit a buffer, since handing over a block costs more than
-        they do."""
+        """Yield groups of plans that are read into one buffer: small plans together, since handing over a block costs
+        more than they do, and each larger one alone."""
         batch: list[BlockPlan] = []
         total = 0
         for plan in plans:
@@ -175,7 +175,11 @@ class Reader:
 
     def _load_batch(self, batch: list[BlockPlan]) -> list[Block]:
         """Read the blocks of one buffer. Neighbours in one file are read together, with the bytes between them (item
-        headers)."""
+        headers).
+
+        Raises:
+            Corrupt: bytes are missing or do not match the CRC32 that the source carries.
+        """
         if len(batch) == 1:
             return [self._load(batch[0])]
         buffer = self._pool.free.get()
@@ -204,8 +208,12 @@ class Reader:
         return out
 
     def _from_window(self, file: int, offset: int, into: memoryview) -> bool:
-        """Fill `into` from bytes that were read with an earlier piece, or read them with this one; False where that
-        does not pay."""
+        """Fill `into` with bytes of a file, from a window: a larger range that was read with an earlier piece, or is
+        read now.
+
+        Returns:
+            False where that does not pay; nothing was read then.
+        """
         if not self._plain:
             return False
         n = len(into)
@@ -224,7 +232,7 @@ class Reader:
         return True
 
     def _place_in_file(self, plan: BlockPlan) -> tuple[int, int, int]:
-        """Return (file, offset, bytes) of a plan that is one contiguous part of one chunk."""
+        """Return (number of the file, offset, count of bytes) of a plan that is one contiguous part of one chunk."""
         e = plan.job.entry
         item = ITEMSIZE[e.dtype]
         row = plan.parts[0][0]
@@ -232,7 +240,11 @@ class Reader:
         return e.chunks.file[row], e.chunks.offset[row] + inside * item, plan.count * item
 
     def _load(self, plan: BlockPlan) -> Block:
-        """Read a block, put together and cast as planned."""
+        """Read a block, put together from its chunks and cast as planned.
+
+        Raises:
+            Corrupt: bytes are missing, damaged, or do not match the CRC32 that the source carries.
+        """
         e = plan.job.entry
         item = ITEMSIZE[e.dtype]
         n = plan.count * item
@@ -271,7 +283,15 @@ class Reader:
         data: memoryview,
         item: int,
     ) -> None:
-        """Read one chunk's part of a slab and put it where it belongs in the slab."""
+        """Read one chunk's part of a slab and put it where it belongs in the slab.
+
+        Args:
+            e: the tensor; `row` is the number of the chunk.
+            start, shape: the box of the tensor that both the chunk and the slab hold.
+            plan: the slab.
+            data: its bytes, which are written to.
+            item: bytes of an element.
+        """
         chunk: Chunk = e.chunks[row]
         inside = tuple(a - b for a, b in zip(start, chunk.start, strict=True))
         at = tuple(a - b for a, b in zip(start, plan.start, strict=True))
@@ -310,8 +330,15 @@ class Reader:
     def _read_strided(
         self, file: int, base: int, first: int, shape: Sequence[int], strides: Sequence[int], place: Any, item: int
     ) -> None:
-        """Read a strided box: its whole span when that wastes little, else piece by piece along its widest
-        dimension."""
+        """Read a strided box: its whole span when that wastes little, else piece by piece along its widest dimension.
+
+        Args:
+            base: offset of the chunk in the file, in bytes.
+            first: the box's first element, counted in elements from there.
+            shape, strides: of the box, in elements.
+            place: the numpy array that is filled.
+            item: bytes of an element.
+        """
         import numpy as np
 
         span = boxes.span(shape, strides) * item
@@ -344,15 +371,23 @@ class Reader:
         return self._decoders[key]
 
     def _read_checked(self, file: int, offset: int, n: int, buffer: memoryview) -> tuple[memoryview, int | None]:
-        """Read exactly n bytes of a file to somewhere in the buffer, and check them against the source's CRC32s;
-        returns (the bytes, their CRC32 where a record holds them)."""
+        """Read exactly `n` bytes of a file, given by its number, into the buffer, and check them against the source's
+        CRC32s.
+
+        Returns:
+            (the bytes, a part of the buffer; their CRC32, or None where no record holds them).
+        """
         name = self.files[file]
         data = self._read_raw(name, file, offset, n, buffer)
         return data, self.check(file, offset, data)
 
     def _hand_on(self, batch: list[Block], checked: bool) -> Iterator[Block]:
-        """Yield blocks, whose buffers go back to the pool when the next one is asked for, all of them when the caller
-        stops."""
+        """Yield the blocks of a batch. The buffer of each goes back to the pool when the next one is asked for; those
+        of all, when the caller stops.
+
+        Args:
+            checked: whether to compare their bytes with the source's CRC32s before.
+        """
         left = iter(batch)
         for block in left:
             try:
@@ -368,7 +403,8 @@ class Reader:
                 block._lease.end()
 
     def check(self, file: int, offset: int, data: memoryview) -> int | None:
-        """Compare bytes of a file with the source's CRC32s; returns their own, where a record holds them.
+        """Compare bytes of a file, given by its number, with the source's CRC32s; returns their own, or None where no
+        record holds them.
 
         Raises:
             Corrupt: a record is complete now and does not have the CRC32 that the source carries.
@@ -379,7 +415,7 @@ class Reader:
             raise self._corrupt(*e.args) from None
 
     def _corrupt(self, record: Record, crc: int) -> Corrupt:
-        """Return the error of a record whose bytes have another CRC32."""
+        """Return the error for a record whose bytes have the CRC32 `crc` instead of its own."""
         name = os.path.join(self.source.root, self.files[record.extent.file])
         return Corrupt(
             f"{name}: bytes {record.extent.offset}..{record.extent.offset + record.extent.length} have CRC32 "
@@ -390,8 +426,12 @@ class Reader:
     def _read_raw(
         self, name: str, file: int, offset: int, n: int, buffer: memoryview, large: bool = True
     ) -> memoryview:
-        """Read exactly n bytes of a file to somewhere in the buffer, around the page cache where that is faster; with
-        `large` False, through it."""
+        """Read exactly `n` bytes of a file into the buffer, and return the part of the buffer that holds them. Large
+        reads go around the page cache where that is faster, unless `large` is False.
+
+        Args:
+            name, file: the file, by its name and by its number.
+        """
         if n >= _SMALL and large and self.source.local:
             data = self._read_cached(name, file, offset, n, buffer)
             if data is None and _DIRECT and not self._no_direct:
@@ -402,8 +442,8 @@ class Reader:
         return buffer[:n]
 
     def _read_cached(self, name: str, file: int, offset: int, n: int, buffer: memoryview) -> memoryview | None:
-        """Return the bytes if they are in the page cache; a file whose bytes are not is not asked again for some
-        time."""
+        """Return the `n` bytes at `offset` if the page cache holds them, else None; a file that was not in the cache is
+        not asked again for the next 32 reads."""
         if not _NOWAIT:
             return None
         if self._cold.get(file, 0) > 0:
@@ -419,7 +459,12 @@ class Reader:
         return None
 
     def _read_direct(self, name: str, offset: int, n: int, buffer: memoryview) -> memoryview | None:
-        """Read with O_DIRECT, in whole pages; None where that does not work."""
+        """Read with O_DIRECT, in whole pages, and return the part of the buffer that holds the bytes; None where that
+        does not work.
+
+        Raises:
+            CkpttoolError: the disk fails.
+        """
         a = offset - offset % ALIGN
         b = -(-(offset + n) // ALIGN) * ALIGN
         try:
@@ -446,7 +491,11 @@ class Reader:
             raise self._corrupt(*e.args) from None
 
     def finish(self) -> None:
-        """Read what is left of records that were read in part, so that their CRC32s are checked too."""
+        """Read what is left of records that were read in part, so that their CRC32s are checked too.
+
+        Raises:
+            Corrupt: a record does not have the CRC32 that the source carries.
+        """
         buffer = self._pool.free.get()
         for file, offset, length in self.crcs.missing_parts():
             for at in range(offset, offset + length, self.block_bytes):
@@ -455,7 +504,8 @@ class Reader:
 
 
 def small(ckpt: Checkpoint, source: Source, names: Iterable[str]) -> dict[str, bytes]:
-    """Read {name: row-major bytes} of small tensors, whose records are checked to their ends before the bytes are used.
+    """Read small tensors into memory and return {name: row-major bytes}; the records that they lie in are checked to
+    their ends before.
 
     Raises:
         Corrupt: bytes do not have the CRC32 that the source says.
@@ -471,8 +521,13 @@ def small(ckpt: Checkpoint, source: Source, names: Iterable[str]) -> dict[str, b
 def side_by_side(
     streams: Sequence[Iterator[Block]], s: TensorEntry, t: TensorEntry
 ) -> Iterator[tuple[int, memoryview, memoryview]]:
-    """Yield the next tensor of both streams, as (first element, bytes here, bytes there) of the same elements; `s` and
-    `t` are the tensor in each."""
+    """Yield the next tensor of two streams of blocks piece by piece: (flat index of the first element, bytes from the
+    first stream, bytes from the second) of the same elements.
+
+    Args:
+        streams: two iterators of blocks, both at the first block of the tensor.
+        s, t: the tensor in the first and in the second stream.
+    """
     items = (ITEMSIZE[s.dtype], ITEMSIZE[t.dtype])
     blocks = [next(stream) for stream in streams]
     at = 0

@@ -42,7 +42,7 @@ _REPORT: ContextVar[_Report | None] = ContextVar("report", default=None)
 
 @contextmanager
 def reporting(progress: Progress) -> Iterator[None]:
-    """Have `proof_digests` call `progress` with ("prove", bytes done, bytes in all) in this block."""
+    """While the block runs, have `proof_digests` call `progress` with ("prove", bytes done, bytes in all)."""
     token = _REPORT.set(_Report(progress))
     try:
         yield
@@ -51,8 +51,8 @@ def reporting(progress: Progress) -> Iterator[None]:
 
 
 def announce_proof(nbytes: int) -> None:
-    """Say how many bytes the calls of `proof_digests` that follow are going to read together, where those are
-    several."""
+    """Set how many bytes the next calls of `proof_digests` are going to read together, for the total of their
+    progress."""
     if (report := _REPORT.get()) is not None:
         report.announced = report.passed + nbytes
 
@@ -60,8 +60,16 @@ def announce_proof(nbytes: int) -> None:
 def proof_digests(
     tensors: dict[str, TensorEntry], ckpt: Checkpoint, source: Source, dtypes: dict[str, str] | None = None
 ) -> dict[str, str]:
-    """Digest, as `tensor_digests` does, what a layout has to read before it can say what its tensors are: segments
-    without names, copies that ranks have of one tensor. Progress goes to whoever asked for it with `reporting`."""
+    """Return {tensor: BLAKE3 hex digest} of tensors that a layout has to read before it can tell what they are:
+    segments without names, copies that ranks have of one tensor. Progress goes to whoever asked for it with
+    `reporting`.
+
+    Args:
+        dtypes: {tensor: dtype that it is digested in}, where that is not its own.
+
+    Raises:
+        Corrupt: bytes do not have the CRC32 that the source carries.
+    """
     report = _REPORT.get() or _Report(silent)
     before = report.passed
 
@@ -83,9 +91,17 @@ def tensor_digests(
     budget: IOBudget = DEFAULT_BUDGET,
     seen: Callable[[Block], None] | None = None,
 ) -> dict[str, str]:
-    """Return {tensor: BLAKE3 hex digest of its canonical bytes}, reading everything and checking the CRCs on the way.
+    """Return {tensor: BLAKE3 hex digest of its canonical bytes}, reading everything and checking the CRC32s on the way.
 
-    `dtypes` names the dtype a tensor is digested in, where that is not its own. `seen` is called with every block.
+    Args:
+        files: the source's files; the file numbers of chunks count in this list.
+        records: byte ranges of these files with known CRC32s.
+        progress: called with (`what`, bytes done, bytes in all).
+        dtypes: {tensor: dtype that it is digested in}, where that is not its own.
+        seen: called with every block.
+
+    Raises:
+        Corrupt, SourceChanged: bytes are missing, or do not have the CRC32 that the source carries.
     """
     reader = Reader(source, files, records, budget)
     out = _digest(reader, tensors, progress, what, dtypes, seen)
@@ -96,8 +112,12 @@ def tensor_digests(
 def tensor_digests_and_crcs(
     tensors: dict[str, TensorEntry], source: Source, files: list[str], records: Sequence[Record], budget: IOBudget
 ) -> dict[str, Any]:
-    """Return {"digests": as `tensor_digests`, "seen": what was read of records that other tensors lie in, too, for
-    `Reader.absorb`}."""
+    """Return {"digests": {tensor: BLAKE3 in hex}, "seen": what was read of records in which other tensors lie too, for
+    `Reader.absorb`}.
+
+    Raises:
+        Corrupt, SourceChanged: the source is damaged, or was written to meanwhile.
+    """
     reader = Reader(source, files, records, budget)
     digests = _digest(reader, tensors, silent, "digest", None, None)
     source.assert_unchanged()
@@ -112,7 +132,14 @@ def _digest(
     dtypes: dict[str, str] | None,
     seen: Callable[[Block], None] | None,
 ) -> dict[str, str]:
-    """Digest tensors with a reader; what is still to be read of records is left to the caller."""
+    """Return {tensor: BLAKE3 in hex}, read with a reader whose records may stay incomplete: the caller has to finish
+    it.
+
+    Args:
+        progress: called with (`what`, bytes done, bytes in all).
+        dtypes: {tensor: dtype that it is digested in}, where that is not its own.
+        seen: called with every block; None calls nothing.
+    """
     total, passed = sum(t.nbytes for t in tensors.values()), 0
     out: dict[str, str] = {}
     hasher: blake3 | None = None
@@ -131,12 +158,13 @@ def _digest(
 
 
 def digests_in_values(values: Mapping[str, Value]) -> dict[str, str]:
-    """Return {name: digest} of arrays in values, which become tensors of these names where a layout writes them so."""
+    """Return {name: BLAKE3 in hex} of the arrays inside values, under the names that they have where a layout writes
+    them as tensors."""
     return {n: d for v in values.values() for n, d in _array_digests(joined(v.path), v.data)}
 
 
 def _array_digests(name: str, x: object) -> Iterator[tuple[str, str]]:
-    """Yield (name, digest) of the arrays in a tree."""
+    """Yield (name, BLAKE3 in hex) of the arrays inside nested dicts and lists; `name` is that of the outermost one."""
     if isinstance(x, Inline):
         yield name, blake3(x.data).hexdigest()
     elif type(x) is list or type(x) is dict:

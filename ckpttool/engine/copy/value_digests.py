@@ -44,18 +44,23 @@ def value_digest(value: Value) -> str:
 
 
 def data_digest(value: Value) -> str:
-    """Digest the data of a value alone, whatever its path: BLAKE3, in hex."""
+    """Digest the data of a value alone, whatever its path: BLAKE3, in hex.
+
+    Raises:
+        Unsupported: the value is of no kind that values.json can spell.
+    """
     return value_digest(Value(("",), value.data))
 
 
 def taken_apart(held: Mapping[str, Value]) -> dict[str, Value]:
-    """Take values apart as readers of state dicts do; those of JSON files are whole trees."""
+    """Take values (nested dicts and lists) apart into their leaves, {name: value}, as readers of state dicts do;
+    readers of JSON files keep them whole."""
     return {joined(p): Value(p, x) for v in held.values() for p, x in flatten_tree(v.data, v.path).items()}
 
 
 def split_lists(held: Mapping[str, Value], names: Iterable[str]) -> dict[str, Value]:
-    """Return values, with those lists taken apart that have elements among `names` and nothing for which readers take
-    lists apart.
+    """Return values, {name: value}, with some lists replaced by their elements: those that have elements among `names`
+    and hold no dict or tensor, for which readers take lists apart.
 
     A reader takes a list apart for the dicts and tensors in it. Where a layout could not hold those, the other elements
     are values of the state, and the reader finds one list.
@@ -72,17 +77,18 @@ def split_lists(held: Mapping[str, Value], names: Iterable[str]) -> dict[str, Va
 
 
 def value_digests(held: Mapping[str, Value]) -> dict[str, str]:
-    """Digest values, taken apart: {name: `value_digest`}."""
+    """Take values apart into their leaves, and return {name of a leaf: BLAKE3 in hex}."""
     return {name: value_digest(value) for name, value in taken_apart(held).items()}
 
 
 def recorded_values(held: Mapping[str, Value]) -> dict[str, str]:
-    """Digest values as `value_digests` does, without arrays, which a reader may find as tensors."""
+    """Take values apart into their leaves, and return {name of a leaf: BLAKE3 in hex}, without arrays, which a reader
+    may find as tensors."""
     return {n: value_digest(v) for n, v in taken_apart(held).items() if not isinstance(v.data, Inline)}
 
 
 def equal_values(a: Value, b: Value) -> bool:
-    """Decide whether two values have equal paths and equal data, of equal types."""
+    """Tell whether two values have equal paths and equal data, of equal types."""
     if a is b:
         return True
     if type(a.data) is type(b.data) and type(a.data) in _EXACT and a.path == b.path:

@@ -82,8 +82,13 @@ def decompress_ends(
 ) -> tuple[bytes, bytes, int]:
     """Decompress a zstd frame in constant memory; returns (first 64 KiB, last 64 KiB, size in bytes) of its content.
 
+    Args:
+        name: the file in `source`; `offset` and `length` are those of the frame in it, in bytes.
+        what: names the frame in errors.
+
     Raises:
         Unsafe: it decompresses to more than `most` bytes.
+        Corrupt: it is damaged.
     """
     import zstandard
 

@@ -74,11 +74,12 @@ class Checkpoints:
 
     @property
     def newest(self) -> list[FoundCheckpoint]:
-        """The newest complete checkpoint of each run: one, unless several runs or models lie below."""
+        """List the newest complete checkpoint of each run: one, unless several runs or models lie below."""
         return [c for c in self.checkpoints if c.newest]
 
     def to_json(self) -> dict[str, object]:
-        """Return plain data; "newest" is a path where there is one answer."""
+        """Return plain data; "newest" is the path of the newest complete checkpoint, None where there is none or where
+        there are several runs."""
         answer = self.newest
         return {
             "path": self.path,
@@ -120,8 +121,9 @@ def detect(where: Place) -> Layout:
     """Return the one layout of a place.
 
     Raises:
-        NotRecognised: a file of a folder, with the folder to give; a folder of checkpoints, with their list, and
-            `below`; or anything else, with what each layout looked for.
+        NotRecognised: a file of a folder, with the folder to give; a folder of checkpoints, with their list, also as
+            `below` of the error; or anything else, with what each layout looked for.
+        NotPermitted: a folder may not be listed.
         Unsupported: more than one layout matches.
     """
     if where.file is not None:
@@ -167,7 +169,8 @@ def detect(where: Place) -> Layout:
 
 
 def _stray_files_error(source: Source, found: Checkpoints) -> NotRecognised:
-    """Return the error for a folder with checkpoints below it and safetensors files that are no model beside them."""
+    """Return the error for a folder with checkpoints below it, `found`, and beside them safetensors files that are no
+    model."""
     files = [n for n in source.list() if n.endswith(".safetensors")]
     error = NotRecognised(
         f"{_shown(source, '')} holds safetensors files without a config.json, first {files[0]}, and {_count(found)} "
@@ -181,8 +184,11 @@ def _refuse_foreign(source: Source, file: str | None) -> None:
     """Refuse a file, or a folder and those in it (a run), of a program whose checkpoints ckpttool does not read, by its
     name.
 
+    Args:
+        file: the file in `source`; None for the folder.
+
     Raises:
-        NotRecognised: it is one.
+        NotRecognised: it is of such a program.
     """
     if file is not None:
         beside = () if source.root.startswith("http") else source.list()  # a server may have no listing of the folder
@@ -197,7 +203,8 @@ def _refuse_foreign(source: Source, file: str | None) -> None:
 
 
 def _find_closed_folder(source: Source) -> str | None:
-    """Return a folder here, or this one, that this user may not look into; None where there is none."""
+    """Return the path of this folder, or of one in it, that this user may not look into; None where there is none, or
+    where the source is not a local folder."""
     if not source.local:
         return None
     folders = [source.root, *(os.path.join(source.root, n) for n in source.list() if source.glance(n)[0])]
@@ -205,7 +212,7 @@ def _find_closed_folder(source: Source) -> str | None:
 
 
 def _count(found: Checkpoints) -> str:
-    """Say how many checkpoints were found."""
+    """Return the number of checkpoints with its verb: "1 checkpoint is", "3 checkpoints are"."""
     n = len(found.checkpoints)
     return "1 checkpoint is" if n == 1 else f"{n} checkpoints are"
 
@@ -217,17 +224,17 @@ _SHARD_OF_RANK = r"shard-\d{5}-model-\d{5}-of-\d{5}\.safetensors"
 
 
 def _matches_any(patterns: Iterable[str | None], name: str) -> bool:
-    """Say whether a name matches one of several patterns; None matches nothing."""
+    """Tell whether one of several regular expressions matches a whole name; a pattern of None matches nothing."""
     return any(p is not None and re.fullmatch(p, name) is not None for p in patterns)
 
 
 def _is_folder_of_rank(name: str) -> bool:
-    """Say whether a folder of this name holds files of one rank, and by itself is no checkpoint."""
+    """Tell whether a folder of this name holds files of one rank, and by itself is no checkpoint."""
     return _matches_any((x.program.rank_folders for x in layouts.layouts().values()), name)
 
 
 def _is_piece(source: Source, name: str) -> bool:
-    """Say whether a file holds a part of a checkpoint, and by itself is none, although a layout may take it for one."""
+    """Tell whether a file holds only a part of a checkpoint, although a layout may take it for one by itself."""
     if any(layout.program.is_piece(source, name) for layout in layouts.layouts().values()):
         return True
     if source.root.startswith("http"):  # a server may have no listing of the folder
@@ -251,13 +258,18 @@ def _name(source: Source) -> str:
 
 
 def _is_same_series(pattern: str, name: str, m: re.Match[str], *more: str) -> bool:
-    """Say whether another name differs from a match in its number alone."""
+    """Tell whether `name` matches `pattern` and differs from the name in the match `m` in its number alone: its groups
+    "head", "tail" and those in `more` are equal."""
     other = re.fullmatch(pattern, name)
     return other is not None and all(other[k] == m[k] for k in ("head", "tail", *more))
 
 
 def _refuse_piece(source: Source, name: str) -> None:
-    """Answer a file of a folder with that folder."""
+    """Refuse a file that is a part of a checkpoint, naming the folder to give.
+
+    Raises:
+        NotRecognised: it is such a file.
+    """
     if not _is_piece(source, name):
         return
     if (folder := _checkpoint_around(source)) is not None:
@@ -272,7 +284,8 @@ def _refuse_piece(source: Source, name: str) -> None:
 
 
 def _checkpoint_around(source: Source) -> tuple[str, Layout] | None:
-    """Return (path, layout) of the checkpoint that this folder is, or is a part of; None where there is none."""
+    """Return (path, layout) of the checkpoint that this folder is, or of the one above if this is a part of that; None
+    where there is none."""
     parent, _, name = source.root.rpartition("/")
     parts = (x.program.part_folders for x in layouts.layouts().values())
     if _matches_any(parts, name) or _is_folder_of_rank(name):
@@ -290,14 +303,14 @@ def _checkpoint_around(source: Source) -> tuple[str, Layout] | None:
 
 
 def _piece_error(where: Place, folder: str, layout: Layout) -> NotRecognised:
-    """Return the error for a file or a folder that is one piece of a checkpoint."""
+    """Return the error for a file or a folder that is one piece of the checkpoint at the path `folder`."""
     path = _shown(where.source, where.file or "")
     kind = "file" if where.file else "folder"
     return NotRecognised(f"{path} is one {kind} of the {layout.name} checkpoint {folder}; give that folder.")
 
 
 def _shown(source: Source, name: str) -> str:
-    """Return the path of an entry as messages show it."""
+    """Return the path of an entry of a folder as messages show it; of the folder itself where `name` is ""."""
     return urls.display_path(f"{source.root.rstrip('/')}/{name}" if name else source.root)
 
 
@@ -312,7 +325,8 @@ _EPOCH = r"(?i)(?:epoch|(?<![a-z])ep)[-_=]?(\d{1,9})(?!\d)"
 
 
 def below(source: Source) -> Checkpoints:
-    """List the checkpoints in a folder and in its folders."""
+    """List the checkpoints in a folder and in its folders, oldest first, with the newest complete one of each run
+    marked."""
     walk = _Walk(source)
     rows = sorted(walk.rows(""), key=_age)
     runs: dict[tuple[str, str], list[FoundCheckpoint]] = {}
@@ -335,12 +349,14 @@ def below(source: Source) -> Checkpoints:
 
 
 def _age(c: FoundCheckpoint) -> tuple[int, int, str]:
-    """Return the key by which saves are sorted, the oldest first."""
+    """Return the key by which saves are sorted, the oldest first: (step, epoch, name), -1 for a step or epoch that is
+    not known."""
     return (-1 if c.step is None else c.step, -1 if c.epoch is None else c.epoch, c.name)
 
 
 def _run_of(c: FoundCheckpoint) -> tuple[str, str]:
-    """Return what the saves of one run have in common: the folder they are in; of global_step_3/actor also the name."""
+    """Return what the saves of one run have in common, (folder that they are in, ""); of global_step_3/actor,
+    ("global_step_#", "actor")."""
     folder, _, name = c.name.rpartition("/")
     if _step_and_epoch(name) == (None, None):
         return re.sub(r"\d+", "#", folder), name if folder else ""
@@ -348,7 +364,7 @@ def _run_of(c: FoundCheckpoint) -> tuple[str, str]:
 
 
 def _step_and_epoch(name: str) -> tuple[int | None, int | None]:
-    """Return (step, epoch) in a name, None for what it does not have."""
+    """Find the step and the epoch in a name: (step, epoch), each None where the name does not have it."""
     steps, epochs = re.findall(_NAMED_STEP, name) or re.findall(_STEP, name), re.findall(_EPOCH, name)
     return (int(steps[-1]) if steps else None), (int(epochs[-1]) if epochs else None)
 
@@ -362,7 +378,8 @@ class _Walk:
         self.listings = _MOST_REMOTE if source.is_remote else _MOST
 
     def rows(self, folder: str) -> Iterator[FoundCheckpoint]:
-        """Yield the checkpoints in a folder and, down to `_DEPTH`, in its folders."""
+        """Yield the checkpoints in a folder, given by its path in the source ("" for the source itself), and, down to
+        `_DEPTH`, in its folders."""
         names = self.source.list(folder)
         complete: set[str] = set()  # the layouts of which a complete save is here, so that those beside it should be
         out: list[FoundCheckpoint] = []
@@ -401,8 +418,13 @@ class _Walk:
             yield c
 
     def _leads_to_another(self, path: str, names: Iterable[str]) -> bool:
-        """Say whether an entry is a link to another one of its folder: LATEST of NeMo AutoModel, last.ckpt of
-        Lightning."""
+        """Tell whether an entry is a link to another one of its folder: LATEST of NeMo AutoModel, last.ckpt of
+        Lightning.
+
+        Args:
+            path: the entry, relative to the source.
+            names: what its folder holds.
+        """
         here = os.path.join(self.source.root, path)
         if not self.source.local or not os.path.islink(here):
             return False
@@ -410,7 +432,8 @@ class _Walk:
         return name in names and folder == os.path.realpath(os.path.dirname(here))
 
     def _look_at_folder(self, path: str, name: str) -> FoundCheckpoint | None:
-        """Return what a folder is: a checkpoint of one layout, or the beginning of one; None where it is neither."""
+        """Return the row of a folder that is a checkpoint, or the beginning of one; None where it is neither. `name` is
+        the last part of `path`."""
         inside = self.source.below(path)
         names = self.source.list(path)
         layout = _first_match(Place(inside, None), self.known.values())
@@ -430,7 +453,14 @@ class _Walk:
         return self._make_row(path, known, layout, lacks, len(sizes), sum(sizes))
 
     def _look_at_file(self, folder: str, path: str, name: str, names: Iterable[str]) -> Iterator[FoundCheckpoint]:
-        """Yield a checkpoint in one file, unless names say that it is a part of one or no state of a model."""
+        """Yield the row of a file that is a checkpoint, unless names say that it is a part of one or no state of a
+        model.
+
+        Args:
+            folder: the path of its folder in the source, "" for the source itself.
+            path: that of the file; `name` is its last part.
+            names: what the folder holds.
+        """
         kind = kind_of(name)
         of_suffix = (x.name for x in self.known.values() if x.is_file and x.suffixes and name.endswith(x.suffixes))
         layout = next(of_suffix, None)
@@ -459,7 +489,14 @@ class _Walk:
     def _make_row(
         self, path: str, layout: str, of: Layout | None, lacks: str, files: int, size: int
     ) -> FoundCheckpoint:
-        """Make the row of a checkpoint, with the step and the epoch that its path names."""
+        """Make the row of a checkpoint, with the step and the epoch that its path names.
+
+        Args:
+            layout: the layout's name.
+            of: the layout, for the name of its trainer; None where that is not to be told.
+            lacks: what is not there, "" where it is complete.
+            files, size: how many files it has, and their bytes.
+        """
         step = epoch = None
         for part in reversed(path.split("/")):
             step, epoch = _step_and_epoch(part)
@@ -485,7 +522,8 @@ class _Walk:
 
 
 def _first_match(where: Place, known: Iterable[Layout]) -> Layout | None:
-    """Return the layout of a place, the first where several match; None where none does."""
+    """Return the layout of a place: of several that match, that of a trainer, or else the first; None where none
+    does."""
     yes = []
     for layout in known:
         try:
@@ -497,7 +535,7 @@ def _first_match(where: Place, known: Iterable[Layout]) -> Layout | None:
 
 
 def _list_files(inside: Source, names: Iterable[str]) -> Iterator[tuple[str, int]]:
-    """Yield (name, bytes) of the files of a folder and of the folders in it."""
+    """Yield (path, bytes) of the files among `names`, entries of a folder, and of the files in folders among them."""
     for name in names:
         is_folder, size = inside.glance(name)
         if not is_folder:
@@ -510,7 +548,7 @@ def _list_files(inside: Source, names: Iterable[str]) -> Iterator[tuple[str, int
 
 
 def _gaps(seen: SeenFolder, layout: Layout) -> Iterator[str]:
-    """Yield what a folder of a layout lacks of a complete checkpoint, the most telling first."""
+    """Yield sentences on what a folder of a layout lacks of a complete checkpoint, the most telling first."""
     if seen.is_temporary:
         yield seen.STILL_WRITTEN
     yield from layout.program.gaps(seen)
@@ -531,7 +569,7 @@ def _gaps(seen: SeenFolder, layout: Layout) -> Iterator[str]:
 
 
 def _missing_numbers(names: Iterable[str]) -> Iterator[str]:
-    """Yield the ranks and shards that should be among some names, by the numbers of the others."""
+    """Yield "no NAME" of the ranks and shards that should be among some names, by the numbers of the others."""
     ranks: dict[str, dict[str, set[int]]] = {}
     shards: dict[tuple[str, str, str], set[int]] = {}
     for name in names:
@@ -565,7 +603,13 @@ def newest(path: str | os.PathLike[str]) -> str:
 
 
 def latest(path: str | os.PathLike[str]) -> tuple[str, str]:
-    """Return (`newest`, a note on newer ones that hold weights alone, "" where there are none)."""
+    """Return (path of the newest complete checkpoint, note on newer ones that hold weights alone); the note is "" where
+    there are none. Where the folder is a checkpoint of a job itself, its own path is returned.
+
+    Raises:
+        UsageError: `path` is a file.
+        NotRecognised: there is no checkpoint, none that is newest, or there are several runs.
+    """
     where = layouts.place(path)
     if where.file is not None:
         raise UsageError(

@@ -16,7 +16,8 @@ __all__ = ["next_step"]
 
 
 def next_step(ckpt: Checkpoint, path: str) -> str:
-    """Return one line: whether its trainer resumes from it as it is, and the command for what it does not do."""
+    """Return one line of advice: whether its trainer resumes from the checkpoint as it is, and the command for what it
+    does not do."""
     advice = Advice(ckpt, path)
     layout, program = layouts.read_as(ckpt.layout), layouts.program_of(ckpt.layout)
     if any(isinstance(note, MixupNote) for note in ckpt.notes):

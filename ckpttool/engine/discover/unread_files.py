@@ -91,7 +91,7 @@ _MOST = 1000  # rows; those beyond are one more
 
 
 def human(n: float) -> str:
-    """Write bytes as people read them: human(2_500_000) == "2.5 MB"."""
+    """Write a number of bytes as people read it: human(2_500_000) == "2.5 MB"."""
     for unit in ("B", "kB", "MB", "GB", "TB"):
         if abs(n) < 1000 or unit == "TB":
             return f"{n:.0f} {unit}" if unit == "B" else f"{n:.1f} {unit}"
@@ -109,7 +109,7 @@ def unread(source: Source, file: str | None, ckpt: Checkpoint, saves: Saves | No
     Args:
         source, file: the place that was read; a file of None is the folder.
         ckpt: what was read of it, before components were left out.
-        saves: how its layout keeps several saves in one folder.
+        saves: how its layout keeps several saves in one folder; None where it does not.
     """
     held = {ckpt.component(n) for n in [*ckpt.tensors, *ckpt.values]} - {
         "trainer",
@@ -138,7 +138,7 @@ _OF_PEFT = "its adapter once more, by names and shapes, as PEFT saves it"
 
 
 def _is_same_model(source: Source, row: Unread, ckpt: Checkpoint) -> bool:
-    """Say whether a file under an unknown name is a checkpoint itself, with the weights and the optimizer of the same
+    """Tell whether a file under an unknown name is a checkpoint itself, with the weights and the optimizer of the same
     model. Weights alone may be an average, which is state of its own."""
     model = {n: t.shape for n, t in ckpt.tensors.items() if t.path[0] == "model"}
     large = sum(t.nbytes for t in ckpt.tensors.values() if t.path[0] == "model")
@@ -163,7 +163,7 @@ def _is_same_model(source: Source, row: Unread, ckpt: Checkpoint) -> bool:
 
 
 def _is_its_adapter(source: Source, row: Unread, ckpt: Checkpoint) -> bool:
-    """Say whether a file is PEFT's copy of an adapter that the checkpoint holds: Trainer writes it next to the weights
+    """Tell whether a file is PEFT's copy of an adapter that the checkpoint holds: Trainer writes it next to the weights
     of DeepSpeed and of FSDP's FULL_STATE_DICT, in which the adapter's name stands in the names."""
     seen = lora.find_lora(ckpt) if row.component == "adapter" else None
     if seen is None:
@@ -182,7 +182,13 @@ def _is_its_adapter(source: Source, row: Unread, ckpt: Checkpoint) -> bool:
 
 
 def _in_folder(source: Source, held: set[str], saves: Saves | None) -> Iterator[Unread]:
-    """Yield files in the folder, and in the folders in it from which the layout read."""
+    """Yield files of state that were not read, in the folder, and in the folders in it from which the layout read.
+
+    Args:
+        held: components that the checkpoint has; a file of one of them is no loss.
+        saves: how the layout keeps several saves in one folder, of which others are passed over; None where it does
+            not.
+    """
     read = {n for n in source.identities() if not n.startswith("../")}
     used = {n[:i] for n in read for i, c in enumerate(n) if c == "/"}
     for folder in ("", *sorted(used)):
@@ -204,13 +210,19 @@ def _in_folder(source: Source, held: set[str], saves: Saves | None) -> Iterator[
 
 
 def _beside_file(source: Source, held: set[str], saves: Saves | None) -> Iterator[Unread]:
-    """Yield state next to a single file."""
+    """Yield state next to a single file, but for components in `held`, which the checkpoint has. `saves` is not looked
+    at."""
     if not source.root.startswith("http"):  # where listings are pages for people, a question a file is too much
         yield from _state_under_known_names(source, set(source.identities()), held, "", None)
 
 
 def _in_folder_above(source: Source, held: set[str], saves: Saves | None) -> Iterator[Unread]:
-    """Yield state in the folder above, where a trainer spreads one checkpoint over several folders."""
+    """Yield state in the folder above, where a trainer spreads one checkpoint over several folders.
+
+    Args:
+        held: components that the checkpoint has, which are passed over.
+        saves: how the layout keeps several saves in one folder; None where it does not.
+    """
     parent, name = parent_of(source)
     known = (half for layout in layouts.layouts().values() for half in layout.program.halves)
     half = next((h for h in known if re.fullmatch(h.folder, name)), None)
@@ -231,8 +243,14 @@ def _in_folder_above(source: Source, held: set[str], saves: Saves | None) -> Ite
 def _state_under_known_names(
     source: Source, skip: set[str], held: set[str], above: str, kind: StateFile | None
 ) -> Iterator[Unread]:
-    """Yield state in a folder under names that trainers use (all of them, or those of one kind), but for components
-    that the checkpoint has."""
+    """Yield state in a folder under names that trainers use, but for components that the checkpoint has.
+
+    Args:
+        skip: entries that are passed over.
+        held: components that the checkpoint has.
+        above: what is put before each name, such as "../".
+        kind: the one kind of file to look for; None for all.
+    """
     for entry in source.list():
         for name in (entry, entry + "/") if entry not in skip else ():
             found = kind_of(name) if kind is None else kind[1:] if re.fullmatch(kind.pattern, name) else None
@@ -244,14 +262,14 @@ def _state_under_known_names(
 
 
 def _holds_state(source: Source, folder: str, kind: tuple[str, str]) -> bool:
-    """Say whether a folder with such a name holds files of state; a folder of programs may be called dataloader,
-    too."""
+    """Tell whether a folder that is named like state, `kind` = (what, component), holds files of state; a folder of
+    programs may be called dataloader, too."""
     return not kind[1] or any(n == ".metadata" or re.fullmatch(_STATE, n) for n in source.list(folder))
 
 
 def _kind_in_checkpoint(name: str) -> tuple[str, str] | None:
-    """Return (what, component) of a file in the checkpoint's own folder; None of one that needs no word: config,
-    tokenizer, texts."""
+    """Return (what it is, its component) of a file in the checkpoint's own folder, by its name; None of one that needs
+    no word: config, tokenizer, texts."""
     if (known := kind_of(name)) is not None:
         return known
     if name.startswith((".", "tokenizer")):
@@ -264,7 +282,8 @@ def _kind_in_checkpoint(name: str) -> tuple[str, str] | None:
 
 
 def kind_of(name: str) -> tuple[str, str] | None:
-    """Return (what, component) of a name that trainers use; of a folder with "/". None of any other name."""
+    """Return (what it is, its component) of a name that trainers use; a folder's name ends with "/". None of any other
+    name."""
     known = (*_NAMES, *layouts.state_files())
     m = _pattern_of(known).fullmatch(name)
     return None if m is None else next(k[1:] for i, k in enumerate(known) if m[f"k{i}"] is not None)
@@ -272,17 +291,19 @@ def kind_of(name: str) -> tuple[str, str] | None:
 
 @cache
 def _pattern_of(known: tuple[StateFile, ...]) -> re.Pattern[str]:
-    """Compile one pattern of all names, with a group k0, k1, ... for each kind."""
+    """Compile one regular expression that matches the names of all these kinds of files, with a group k0, k1, ... for
+    each kind."""
     return re.compile("|".join(f"(?P<k{i}>{k.pattern})" for i, k in enumerate(known)))
 
 
 def _row(name: str, size: int | None, what: str, component: str, held: set[str]) -> Unread:
-    """Make a row; a component that the checkpoint holds is no loss."""
+    """Make the row of a file; its component becomes "" where it is in `held`, the components that the checkpoint has:
+    then the file is no loss."""
     return Unread(printable(name), size, what, "" if component in held else component)
 
 
 def _bytes_within(source: Source, folder: str) -> int:
-    """Return the bytes of the first files of a folder, as far as they are known."""
+    """Add up the bytes of the first `_MOST` files of a folder, as far as they are known."""
     return sum(source.glance(f"{folder}/{n}")[1] or 0 for n in source.list(folder)[:_MOST])
 
 
@@ -295,12 +316,15 @@ def _sum_bytes(rows: Iterable[Unread]) -> int:
 
 
 def lost(ckpt: Checkpoint, holds: Collection[str], only: Collection[str] | None) -> list[Unread]:
-    """List the files without which a conversion would give a checkpoint that looks complete and is not: state that was
-    asked for (`only`, all where None) and that the target holds (all components where there are none), beside the
-    weights of a model.
+    """List the files without which a conversion would give a checkpoint that looks complete and is not: state beside
+    the weights of a model that was asked for and that the target holds.
 
     The counters in trainer_state.json alone are not enough: Trainer writes them beside weights that are to be
     published.
+
+    Args:
+        holds: components that the target holds; empty if it holds all.
+        only: components that were asked for; None for all.
     """
     if not any(t.path[0] == "model" for t in ckpt.tensors.values()):
         return []
@@ -313,7 +337,8 @@ def lost(ckpt: Checkpoint, holds: Collection[str], only: Collection[str] | None)
 
 
 def listed(rows: Iterable[Unread], most: int = 8) -> str:
-    """Write files in words, with sizes and what they hold; files whose names differ in numbers alone are one item."""
+    """List files in one text, with sizes and what they hold; files whose names differ in numbers alone are one item, of
+    which `most` are named."""
     groups: dict[tuple[str, str], list[Unread]] = {}
     for r in rows:
         groups.setdefault((re.sub(r"\d+", "#", r.name), r.what), []).append(r)
@@ -328,5 +353,6 @@ def listed(rows: Iterable[Unread], most: int = 8) -> str:
 
 
 def note(rows: list[Unread]) -> list[str]:
-    """Return the sentence for the notes of a checkpoint, where there is anything to name."""
+    """Return the notes of a checkpoint about files that were not read: one sentence, or none where there are no
+    rows."""
     return [f"not read, so not carried: {listed(rows)}"] if rows else []

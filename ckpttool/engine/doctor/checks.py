@@ -74,7 +74,7 @@ class BlockCheck(Protocol):
         """Look at a block, whose data is valid during the call."""
 
     def findings(self) -> list[Finding]:
-        """Return what was found, when all blocks were added."""
+        """Return what was found; called when all blocks were added."""
 
 
 #: Every check that was registered, as they were defined.
@@ -89,8 +89,13 @@ BlockClass = TypeVar("BlockClass", bound=type[BlockCheck])
 def check(
     *kinds: FindingKind, reads_data: bool = False, needs_whole: bool = False
 ) -> Callable[[FindFunction], FindFunction]:
-    """Register the decorated function as a check that may find these kinds; the arguments are those of
-    `DoctorCheck`."""
+    """Register the decorated function as a check.
+
+    Args:
+        kinds: what it may find, the first in order first.
+        reads_data: whether it runs only where all bytes are read.
+        needs_whole: whether it does not run on what is left of a damaged checkpoint.
+    """
 
     def register(find: FindFunction) -> FindFunction:
         CHECKS.append(DoctorCheck(find, kinds, reads_data, needs_whole))
@@ -100,7 +105,7 @@ def check(
 
 
 def block_check(*kinds: FindingKind) -> Callable[[BlockClass], BlockClass]:
-    """Register the decorated class as a check of the data, block by block."""
+    """Register the decorated class as a check that looks at every block of the data and may find these kinds."""
 
     def register(cls: BlockClass) -> BlockClass:
         BLOCK_CHECKS.append(cls)
@@ -119,7 +124,7 @@ def load_checks() -> None:
 
 
 def kinds_from_data() -> set[FindingKind]:
-    """Return the kinds that only `read_data` finds."""
+    """Return the kinds of findings that only checks with `reads_data` report."""
     without = {kind for each in CHECKS if not each.reads_data for kind in each.kinds}
     return {kind for each in CHECKS if each.reads_data for kind in each.kinds} - without
 
@@ -161,22 +166,27 @@ class Examined:
 
     @property
     def ckpt(self) -> Checkpoint:
-        """The index of the checkpoint."""
+        """Get the index of the checkpoint."""
         return self.opened.checkpoint
 
     @property
     def source(self) -> Source:
-        """The files of the checkpoint."""
+        """Get the files of the checkpoint."""
         return self.opened.source
 
     @property
     def weights(self) -> dict[str, TensorEntry]:
-        """{FQN: tensor} of the model, without extra states of modules."""
+        """Get the weights of the model, {FQN: tensor}, without extra states of modules."""
         return {str(t.path[1]): t for t in self.ckpt.tensors.values() if t.path[0] == "model" and len(t.path) == 2}
 
     @cached_property
     def model_config(self) -> dict[str, Any] | None:
-        """The config.json of the model: that of `--config`, the one the layout has read, or the one in the folder."""
+        """Get the config.json of the model: that of `--config`, the one the layout has read, or the one in the folder;
+        None where there is none that can be read.
+
+        Raises:
+            CkpttoolError: the one that `--config` names cannot be read.
+        """
         if self.request.config is not None:
             return model_names.load_config(self.request.config)
         if self.ckpt.config is not None or not self.opened.folder:
@@ -188,17 +198,19 @@ class Examined:
 
     @cached_property
     def block_checks(self) -> Mapping[type[BlockCheck], BlockCheck]:
-        """{class: its check}, when every byte was read and every block was shown to all of them."""
+        """Get the checks of blocks, {class: its check}, after every byte was read and every block was shown to all of
+        them."""
         return self._read_everything[0]
 
     @property
     def digests(self) -> dict[str, str] | None:
-        """{tensor: BLAKE3 hex digest}; None where the data is not to be read."""
+        """Get {tensor: BLAKE3 hex digest}; None where the data is not to be read."""
         return self._read_everything[1] if self.request.read_data else None
 
     @cached_property
     def _read_everything(self) -> tuple[dict[type[BlockCheck], BlockCheck], dict[str, str]]:
-        """Read every tensor once, for the checks of blocks and for digests.
+        """Read every tensor once; returns ({class: its check, which has seen every block}, {tensor: BLAKE3 hex
+        digest}).
 
         Raises:
             Corrupt, SourceChanged: bytes do not match their CRC32, or were written meanwhile.
@@ -217,15 +229,23 @@ class Examined:
         return checks, digests
 
     def copy_with(self, ending: str, *options: str) -> str:
-        """The command that writes a copy named PATH-ENDING in the same layout, with these options."""
+        """Return the command that writes a copy named PATH-`ending`, in the same layout if ckpttool writes it, with
+        these options."""
         return copy_command(self.opened, self.request.path, ending, (*self.request.given, *options))
 
 
 def copy_command(
     opened: OpenCheckpoint, path: str, ending: str, options: tuple[str, ...], *, whole: bool = False
 ) -> str:
-    """Return the command that writes a copy of a checkpoint named PATH-ENDING: in the same layout, or in dcp if that is
-    only read; with `whole`, also components that were not opened."""
+    """Return the command that writes a copy of a checkpoint: in the same layout, or in dcp if ckpttool does not write
+    that.
+
+    Args:
+        path: the checkpoint, as it was given.
+        ending: the copy is named PATH-ENDING.
+        options: further options of the command.
+        whole: whether to copy components that were not opened, too.
+    """
     layout = opened.layout
     plain = path.rstrip("/")
     stem, dot = os.path.splitext(plain)

@@ -30,7 +30,7 @@ NOT_READ = define_kind("not-read", 310, "only a part was looked at", "what-is-wh
 
 
 def file_finding(problem: Problem) -> Finding:
-    """Return what is wrong with a file as a finding."""
+    """Convert a problem of a file to a finding."""
     kind = FILE_KINDS[problem.kind]
     return Finding(kind, DAMAGE, problem.file, (), f"{problem.file} {problem.text}", problem.repair)
 

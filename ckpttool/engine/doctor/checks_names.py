@@ -90,7 +90,12 @@ def _renamed_weights(at: Examined) -> Mapping[str, str]:
 
 
 def _wrapper_parts(raw: str, clean: str) -> list[str]:
-    """Return the parts of a name that wrappers have put there."""
+    """List the parts of a name that wrapper modules have put there, such as "_orig_mod".
+
+    Args:
+        raw: the name in the file.
+        clean: the canonical name; "" if it is not known.
+    """
     parts = raw.split(".")[:-1]
     rest = [p for p in parts if p not in WRAPPERS]
     of_ddp = rest[:1] == ["module"] and not clean.startswith("module.")
@@ -111,8 +116,8 @@ def find_lost_random_states(at: Examined) -> list[Finding]:
 
 @check(ENCODING)
 def find_encodings(at: Examined) -> list[Finding]:
-    """Find weights that are codes with scales, those of which a part is missing, and a config that says what the
-    weights are not."""
+    """Find weights that are stored as codes with scales (quantised), those of which a part is missing, and a config
+    that says what the weights are not."""
     config = encodings.read_quantization_config(at.ckpt, at.source if at.opened.folder else None)
     found = encodings.find_in_checkpoint(at.ckpt, config)
     out = [
@@ -175,8 +180,8 @@ def find_empty_weights(at: Examined) -> list[Finding]:
 
 
 def _weight_files(at: Examined) -> Iterator[tuple[str | None, dict[str, tuple[int, ...]]]]:
-    """Yield (file, {weight: shape}) of what was read as the model, with None for the file, and of safetensors files of
-    the model beside it."""
+    """Yield (file, {weight: shape}) of what was read as the model, where the file is None, and then of each safetensors
+    file of the model beside it that was not read."""
     yield None, {n: t.shape for n, t in at.weights.items()}
     if not at.opened.folder or at.source.is_remote:
         return
@@ -189,8 +194,13 @@ def _weight_files(at: Examined) -> Iterator[tuple[str | None, dict[str, tuple[in
 
 
 def _should_have_elements(at: Examined, empty: list[str], names: Collection[str]) -> bool:
-    """Decide whether the weights that are `empty`, some of `names`, have elements in the model: by its config.json, or
-    else because most matrices would be empty."""
+    """Decide whether empty weights have elements in the model: by its config.json, or else because most matrices would
+    be empty.
+
+    Args:
+        empty: the names of the weights without elements.
+        names: those of all weights in the file.
+    """
     matrices = [n for n in names if n.endswith(".weight")]
     most = 2 * len([n for n in empty if n.endswith(".weight")]) > len(matrices) > 1
     config = at.model_config
@@ -204,7 +214,8 @@ def _should_have_elements(at: Examined, empty: list[str], names: Collection[str]
 
 
 def _engine_folders(at: Examined) -> Iterator[str]:
-    """Yield the complete checkpoints of an engine in the folder or beside it, the newest first."""
+    """Yield the paths of complete checkpoints of an engine (DeepSpeed, FSDP) in the folder or beside it, the newest
+    first."""
     root = at.source.root
     if at.source.is_remote:
         return

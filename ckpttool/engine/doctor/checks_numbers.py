@@ -49,7 +49,8 @@ class NumbersCheck:
         self.averages = Averages(averages_of(ckpt.tensors))
 
     def add(self, block: Block) -> None:
-        """Look at a block: count what is NaN or infinite, and whether all elements so far are one number."""
+        """Look at a block: count the elements that are NaN or infinite, count those below 0 in averages of squares, and
+        note whether all elements of the tensor so far are one number."""
         t = self.ckpt.tensors[block.name]
         if t.dtype not in EXPONENT and t.dtype not in _NAN:
             return
@@ -74,7 +75,8 @@ class NumbersCheck:
             of.constant = bool((bits == bits.dtype.type(of.bits)).all())
 
     def findings(self) -> list[Finding]:
-        """Return what is wrong with the numbers."""
+        """Return what is wrong with the numbers of all blocks: NaN or infinity, averages of squares below 0, and
+        weights that hold one number in every element."""
         tensors = self.ckpt.tensors
         out = []
         bad = {n: (s.bad, s.first_bad) for n, s in self.seen.items() if s.first_bad is not None}
@@ -108,13 +110,18 @@ class NumbersCheck:
 
 @check(MASTERS, reads_data=True)
 def find_other_masters(at: Examined) -> list[Finding]:
-    """Find masters that are not those of their weights, reading both; the progress is called with ("compare", ...)."""
+    """Find masters (fp32 copies) that do not round to their weights, reading both; `at.request.progress` is called with
+    ("compare", bytes done, bytes in all).
+
+    Raises:
+        Corrupt, SourceChanged: bytes are missing or were changed.
+    """
     found = masters.find_differing_masters(at.ckpt, at.source, at.request.progress)
     return [Finding(MASTERS, DAMAGE, None, tuple(found), masters.describe_differences(at.ckpt, found))] if found else []
 
 
 def _is_matrix(name: str, t: TensorEntry) -> bool:
-    """Decide whether a tensor is a weight that training makes different everywhere: no bias, no norm, no buffer of one
+    """Tell whether a tensor is a weight that training makes different everywhere: no bias, no norm, no buffer of one
     number, no lora_B, which begins with zeros."""
     return (
         t.component == "model"

@@ -44,7 +44,7 @@ _IN_NAME = re.compile(r"(checkpoint|global_step|step)s?[-_=]?(\d{1,15})", re.IGN
 
 @check(ORPHANED_STATE, needs_whole=True)
 def find_orphaned_state(at: Examined) -> list[Finding]:
-    """Find state for parameters that the model does not have: weights and optimizer of two runs."""
+    """Find optimizer state for parameters that the model does not have: weights and optimizer may be of two runs."""
     odd = orphaned_optimizer_state(at.ckpt)
     if not odd:
         return []
@@ -57,7 +57,12 @@ def find_orphaned_state(at: Examined) -> list[Finding]:
 
 @check(PARAM_GROUPS)
 def compare_param_groups(at: Examined) -> list[Finding]:
-    """Find what in the param groups stops the job that wrote the checkpoint `at.request.like` from loading this one."""
+    """Find what in the param groups stops the job that wrote the checkpoint `at.request.like` from loading this one;
+    nothing where that is None.
+
+    Raises:
+        CkpttoolError: that checkpoint cannot be opened.
+    """
     if at.request.like is None:
         return []
     with open_checkpoint(at.request.like, OpenOptions(allow_equal_ranks=True, allow_mixed_steps=True)) as opened:
@@ -86,7 +91,7 @@ def _parameters_with_state(ckpt: Checkpoint) -> set[str]:
 
 @check(PER_RANK_STATE)
 def find_per_rank_state(at: Examined) -> list[Finding]:
-    """Find state of the optimizer of which DCP has kept one rank's part."""
+    """Find state of the optimizer that each rank had for itself and of which DCP has kept one rank's."""
     found = find_per_rank_slots(at.ckpt)
     if not found:
         return []
@@ -102,7 +107,8 @@ def find_per_rank_state(at: Examined) -> list[Finding]:
 
 @check(MIXED_STEPS)
 def find_ranks_of_other_steps(at: Examined) -> list[Finding]:
-    """Find files of ranks of which some are of another step."""
+    """Find out whether some ranks' files are of another step than the others, with the files of the step that most are
+    of."""
     try:
         mixups.refuse_mixed_steps(at.ckpt, at.source)
     except Corrupt as e:
@@ -122,7 +128,8 @@ def find_ranks_of_other_steps(at: Examined) -> list[Finding]:
 
 @check(OTHER_WEIGHTS, OWN_COPIES)
 def find_other_copies(at: Examined) -> list[Finding]:
-    """Find weights of which ranks should have equal copies and have not, and buffers of which each rank has its own."""
+    """Find weights of which ranks should have equal copies and do not, and buffers or values of which each rank has its
+    own."""
     out = []
     if weights := mixups.find_other_weights(at.ckpt):
         names = tuple(dict.fromkeys(o.name for o in weights))
@@ -138,7 +145,8 @@ def find_other_copies(at: Examined) -> list[Finding]:
 
 
 def _optimizer_steps(at: Examined) -> dict[str, float]:
-    """Read {tensor or value: step} of the parameters' steps in the optimizer, at most `_MOST_STEPS` tensors."""
+    """Return {tensor or value: step} of the steps that the optimizer keeps for its parameters; at most `_MOST_STEPS`
+    tensors are read."""
     ckpt = at.ckpt
     names = [n for n, t in ckpt.tensors.items() if t.is_optimizer_state and t.path[-1] == "step" and t.numel == 1][
         :_MOST_STEPS
@@ -156,7 +164,7 @@ def _optimizer_steps(at: Examined) -> dict[str, float]:
 
 @check(MIXED_STEPS)
 def compare_recorded_steps(at: Examined) -> list[Finding]:
-    """Compare the step of the optimizer, the trainer's counter and the step in the name of the folder, and find those
+    """Compare the step of the optimizer, the trainer's counter and the step in the name of the folder, and report those
     that cannot be of one save."""
     counter, what = step_count(at.ckpt.value), "the trainer's counter"
     state = _trainer_state_step(at)
@@ -186,7 +194,7 @@ def compare_recorded_steps(at: Examined) -> list[Finding]:
 
 
 def _trainer_state_step(at: Examined) -> int | None:
-    """Read the step in trainer_state.json; None where there is none."""
+    """Read the step in trainer_state.json; None where there is no such file, or no step in it."""
     if not at.opened.folder or not at.source.exists("trainer_state.json"):
         return None
     try:

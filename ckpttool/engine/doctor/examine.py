@@ -140,7 +140,8 @@ def doctor(
 
 
 def _reading_options(options: OpenOptions) -> tuple[str, ...]:
-    """Return the options of the command line that say how to read a checkpoint."""
+    """Return the options and arguments of the command line that say how to read a checkpoint: ("--config", "FOLDER",
+    ...)."""
     flags = {
         "--from": options.source_layout,
         "--config": options.config,
@@ -152,7 +153,7 @@ def _reading_options(options: OpenOptions) -> tuple[str, ...]:
 
 
 def _examine(opened: OpenCheckpoint, out: Diagnosis, request: Request) -> None:
-    """Run the checks on a checkpoint that opens, and add what they find to `out`."""
+    """Run the checks on a checkpoint that opens; put its counts and what they find into `out`."""
     ckpt = opened.locate()
     out.layout, out.exact, out.exact_bytes = ckpt.layout, len(ckpt.tensors), ckpt.nbytes
     if opened.source.patched is None and (before := summarise_salvage(opened)) is not None:
@@ -169,11 +170,15 @@ def _examine(opened: OpenCheckpoint, out: Diagnosis, request: Request) -> None:
 def _read_with_less(
     path: CheckpointPath, options: OpenOptions, out: Diagnosis, refused: Unsupported, request: Request
 ) -> None:
-    """Fill in what can be seen of a checkpoint that is not damaged but cannot be read as it is: with the help of
-    `like`, the weights alone, or the safetensors files that a folder has beside another layout.
+    """Fill in `out` with what can be seen of a checkpoint that is not damaged but cannot be read as it is: with the
+    help of `like`, the weights alone, or the safetensors files that a folder has beside another layout.
+
+    Args:
+        options: how it was tried to open.
+        refused: the error of that.
 
     Raises:
-        Unsupported: not even those.
+        Unsupported: `refused`, where not even those can be read.
     """
     ways = [replace(options, like=request.like)] if request.like is not None else []
     by_itself = [replace(options, source_layout=HUB_LAYOUT)] if options.source_layout is None else []
@@ -200,7 +205,17 @@ def _salvage_what_is_whole(
     refused: CkpttoolError,
     request: Request,
 ) -> None:
-    """Fill in what can be salvaged of a checkpoint that does not open: all that is whole, or the weights alone."""
+    """Fill in `out` with what can be salvaged of a checkpoint that does not open: all that is whole, or the weights
+    alone.
+
+    Args:
+        options: how to open it, with `salvage`.
+        refused: the error of opening it without.
+
+    Raises:
+        NotRecognised: `refused`, where no file was found damaged.
+        RemoteError: a store or server fails.
+    """
     if not out.findings:
         if isinstance(refused, NotRecognised):
             raise refused
@@ -250,8 +265,8 @@ def _salvage_what_is_whole(
 
 
 def _find_other_step(opened: OpenCheckpoint) -> str | None:
-    """Find the newest complete checkpoint beside this one whose name differs in numbers alone: another step of the run.
-    None where there is none."""
+    """Find the newest complete checkpoint beside this one whose name differs in numbers alone, another step of the run,
+    and return its path; None where there is none."""
     if opened.source.is_remote or not opened.folder:
         return None
     parent, name = os.path.split(os.path.abspath(opened.source.root))

@@ -40,7 +40,13 @@ KINDS: dict[FindingKind, KindInfo] = {}
 
 
 def define_kind(name: str, order: int, meaning: str, section: Section) -> FindingKind:
-    """Add a kind to the table; the fields are those of `KindInfo`.
+    """Add a kind of finding to the table `KINDS`, and return it.
+
+    Args:
+        name: one word, which findings show.
+        order: the place of the kind, and of the checks that report it.
+        meaning: a sentence for the docs, without a full stop.
+        section: the anchor in docs/how-to/doctor.md of the text that says more.
 
     Raises:
         ValueError: another kind has this name.

@@ -127,8 +127,11 @@ class FlatLayout(NamedTuple):
 
 
 def trained_parameters(layout: FlatLayout, listed: Iterable[str]) -> list[str]:
-    """List the FQNs of the parameters that an optimizer trains whose param group has `listed` (keys of flat
-    parameters, or FQNs with use_orig_params), in the order of the model."""
+    """List the FQNs of the parameters that a param group trains, in the order of the model.
+
+    Args:
+        listed: what the group lists: keys of flat parameters, or FQNs with use_orig_params.
+    """
     parts = {f.key: [p.name for p in f.parts] for f in layout.flats}
     copies = dict(layout.copies)
     place = {n: k for k, n in enumerate(layout.names or ())}
@@ -143,17 +146,21 @@ def flat_key(module: str) -> str:
 
 
 def slice_of(numel: int, shards: int, rank: int) -> tuple[int, int]:
-    """Return [first, stop) of the elements of a flat parameter that a rank holds, without the padding of the last ones.
+    """Return (first, stop) of the elements of a flat parameter that a rank holds, without the padding of the last ones.
 
     [slice_of(10, 4, r) for r in range(4)] == [(0, 3), (3, 6), (6, 9), (9, 10)]
+
+    Args:
+        numel: elements of the flat parameter.
+        shards: ranks that hold a slice of it.
     """
     step = -(-numel // shards)
     return min(rank * step, numel), min((rank + 1) * step, numel)
 
 
 def possible_alignments(dtype: str) -> tuple[int, ...]:
-    """List the alignments, in elements, that use_orig_params may have used, the likeliest first; a forward pass in
-    lower precision than the parameters doubles it."""
+    """List the alignments of parameters, in elements, that FSDP1 may have used with use_orig_params, the likeliest
+    first. A forward pass in lower precision than the parameters doubles the usual one."""
     own = 16 // ITEMSIZE[dtype]
     return tuple(dict.fromkeys((own, 8, 16, 4, 2)))
 
@@ -166,9 +173,16 @@ def lay_out(
     dtype: str | None = None,
     shared: Iterable[tuple[str, str]] = (),
 ) -> Flat:
-    """Lay out the flat parameter of a wrapped module; `align` 0 is use_orig_params=False.
+    """Lay out the flat parameter of a wrapped module.
 
     lay_out("", [("a", (3,)), ("b", (4,))], align=4, shards=3) begins a at 0, b at 4, and has 9 elements.
+
+    Args:
+        params: (FQN, shape) of its parameters, in order.
+        align: elements to a multiple of which each parameter is aligned; 0 for use_orig_params=False.
+        shards: ranks that hold a slice of it.
+        dtype: torch's name of its dtype; None where not known.
+        shared: (second name of a parameter, its first).
     """
     at, parts = 0, []
     for name, shape in params:
@@ -182,8 +196,8 @@ def lay_out(
 
 
 def pieces_of(part: FlatPart, a: int, b: int) -> Iterator[tuple[Shape, Shape, Shape | None, int]]:
-    """Yield what elements [a, b) of the flat parameter hold of a part: (start, shape, strides, element of the flat
-    parameter).
+    """Yield what elements [a, b) of a flat parameter hold of one parameter in it: (start, shape, strides, first element
+    in the flat parameter).
 
     Every piece is contiguous in the flat parameter; strides are None where it is row-major.
     """
@@ -208,7 +222,8 @@ def pieces_of(part: FlatPart, a: int, b: int) -> Iterator[tuple[Shape, Shape, Sh
 
 
 def storage_order(shape: Sequence[int], steps: Sequence[int]) -> list[int]:
-    """Order dimensions from the outermost in memory to the innermost.
+    """Order the dimensions of a tensor from the outermost in memory to the innermost; `steps` are its strides, in
+    elements.
 
     Raises:
         ValueError: the elements do not fill their storage, so that a flat parameter cannot hold them.
@@ -233,13 +248,15 @@ def module_paths(names: Iterable[str]) -> list[str]:
 
 
 def match_modules(paths: Iterable[str], patterns: Iterable[str]) -> list[str]:
-    """List the paths that a pattern names: `*` is one component, `**` any number of them, none included.
+    """List those of `paths` that a pattern matches: `*` is one component of a path, `**` any number of them, none
+    included.
 
     match_modules(["layers.0", "model.layers.0", "model.layers.0.mlp"], ["**.layers.*"]) gives the first two.
     """
     rules = [p.split(".") for p in patterns]
 
     def fits(path: Sequence[str], rule: Sequence[str]) -> bool:
+        """Tell whether the components of a path match those of a pattern."""
         if not rule:
             return not path
         if rule[0] == "**":
@@ -250,8 +267,8 @@ def match_modules(paths: Iterable[str], patterns: Iterable[str]) -> list[str]:
 
 
 def find_blocks(names: Iterable[str]) -> list[str]:
-    """Find patterns of the repeated blocks of a model, "model.layers.*": modules in a numbered list, the outermost, of
-    which there are at least two and that hold modules of their own."""
+    """Find patterns of the repeated blocks of a model, such as "model.layers.*", by the names of its parameters:
+    modules in a numbered list, the outermost, of which there are at least two and that hold modules of their own."""
     lists: dict[str, dict[str, bool]] = {}
     for name in names:
         path = name.split(".")
@@ -263,9 +280,9 @@ def find_blocks(names: Iterable[str]) -> list[str]:
 
 
 def assign_to_modules(names: Iterable[str], modules: Iterable[str]) -> dict[str, list[str]]:
-    """Assign names to wrapped modules: {module: names that lie in its flat parameter}, in the order of
-    `model.parameters()`; the root is always wrapped. Modules that hold no parameter of their own have no flat parameter
-    and are left out."""
+    """Assign the names of parameters to wrapped modules: {module: names that lie in its flat parameter}, in the order
+    of `model.parameters()`. The root is always wrapped. Modules that hold no parameter of their own have no flat
+    parameter and are left out."""
     wrapped = {"", *modules}
     names = list(names)
     place: dict[str, None] = {}  # modules in the order in which a walk from the root meets them
@@ -291,12 +308,17 @@ def find_fitting_layout(
 ) -> Flat | None:
     """Find the flat parameter of a module that agrees with what is known of it; None where none does.
 
-    Tried in this order: what is known to be tied stored once; nothing tied; then as few as possible of the later
-    names of equal shape (outside of lists of layers), and of the `doubtful` ones, left out.
+    Tried in this order: what is known to be tied stored once; nothing tied; then as few as possible of the later names
+    of equal shape (outside of lists of layers), and of the `doubtful` ones, left out.
 
     Args:
+        params: (FQN, shape) of its parameters, in the order of the model.
         fits: decides whether a flat parameter agrees.
-        tied: {name: the one it is tied to} that is known; doubtful: names that may be tied.
+        aligns: alignments to try, in elements; 0 is use_orig_params=False.
+        shards: ranks that hold a slice of it.
+        dtype: torch's name of its dtype; None where not known.
+        tied: {name: the one it is tied to} that is known.
+        doubtful: names that may be tied.
 
     Raises:
         Unsupported: two different ones agree.
@@ -344,7 +366,7 @@ def find_fitting_layout(
 
 
 def _is_in_list(name: str) -> bool:
-    """Decide whether a name is below a numbered module."""
+    """Tell whether a name has a number among its components, as in a list of modules."""
     return any(p.isdigit() for p in name.split("."))
 
 
@@ -357,7 +379,11 @@ def _lay_out_without(
     dtype: str | None,
     lookalikes: Mapping[str, str],
 ) -> Flat:
-    """Lay out a flat parameter without some names, which `lookalikes` says what they are tied to."""
+    """Lay out a flat parameter without the names in `left_out`.
+
+    Args:
+        lookalikes: {name: the one that it is tied to, if it is left out}.
+    """
     gone = set(left_out)
     return lay_out(
         module,
@@ -373,7 +399,7 @@ def _lay_out_without(
 
 
 def to_json(layout: FlatLayout) -> dict[str, Any]:
-    """Return the layout as the JSON object above."""
+    """Convert a layout to the JSON object that `parse_json` reads, as plain data."""
     flats = []
     for f in layout.flats:
         parts = []
@@ -404,6 +430,10 @@ def to_json(layout: FlatLayout) -> dict[str, Any]:
 def parse_json(data: bytes, what: str) -> FlatLayout:
     """Parse the layout that a JSON file holds, and prove it sound: parts inside, in order, not overlapping.
 
+    Args:
+        data: the content of the file.
+        what: names the file in errors.
+
     Raises:
         Corrupt: it is not such a file, or its numbers contradict each other.
     """
@@ -417,8 +447,12 @@ def parse_json(data: bytes, what: str) -> FlatLayout:
 
 
 def _parse_layout(tree: Any, what: str) -> FlatLayout:
-    """Parse the JSON object above; a wrong key or type raises what Python raises, and numbers that contradict each
-    other Corrupt."""
+    """Convert the object of a JSON file to a layout; `what` names the file in errors.
+
+    Raises:
+        Corrupt: its numbers contradict each other, or it is another format.
+        KeyError, TypeError, ValueError, AttributeError: a key is missing or has another type.
+    """
     if tree["format"] != _FORMAT or tree["version"] != 1:
         raise Corrupt(f'{what}: format {tree["format"]!r}, version {tree["version"]!r}; this is "{_FORMAT}", 1.')
     uop, shards = tree["use_orig_params"], _parse_size(tree["shards"])
@@ -440,10 +474,12 @@ def _parse_layout(tree: Any, what: str) -> FlatLayout:
 
 
 def _parse_flat(f: Any, seen: set[str], what: str) -> Flat:
-    """Parse one flat parameter, whose names are not among those `seen`, and are added to them.
+    """Convert the JSON object of one flat parameter. Its parameters may not be among `seen`, the names of others, and
+    are added to them; `what` names the file in errors.
 
     Raises:
         Corrupt: its parameters overlap, or do not fit.
+        KeyError, TypeError, ValueError, AttributeError: a key is missing or has another type.
     """
     parts, end = [], 0
     for p in f["params"]:
@@ -482,10 +518,11 @@ def _parse_name(x: object) -> str:
 
 
 def read_layout_file(path: str) -> FlatLayout:
-    """Read the flat layout in a file.
+    """Read the flat layout in the JSON file at `path`.
 
     Raises:
-        Unsupported: there is no such file. Corrupt: it is something else.
+        Unsupported: there is no such file.
+        Corrupt: it is something else.
     """
     if not os.path.isfile(path):
         raise Unsupported(f"{argument('flat_layout', path)}: no such file.")
@@ -497,8 +534,11 @@ def refuse_sorted_names(names: list[str], where: str) -> None:
     """Refuse names that safetensors has sorted: it sorts tensors by name, which is not the order in which FSDP1
     flattens them.
 
+    Args:
+        where: what the names are of, for the message.
+
     Raises:
-        Unsupported: the names are in the order of the alphabet.
+        Unsupported: more than 7 names are in the order of the alphabet.
     """
     if len(names) > 7 and names == sorted(names):
         raise Unsupported(
@@ -509,6 +549,6 @@ def refuse_sorted_names(names: list[str], where: str) -> None:
 
 
 def describe_modules(modules: Iterable[str]) -> str:
-    """Describe some module paths, for a message."""
+    """Write some module paths for a message: "3 modules (the root, layers.0, layers.1)"."""
     shown = [m or "the root" for m in modules]
     return f"{len(shown)} modules ({', '.join(shown[:3])}{', ...' if len(shown) > 3 else ''})"

@@ -23,8 +23,8 @@ _HALF = ("bfloat16", "float16")
 
 
 def with_masters_as_weights(ckpt: Checkpoint, source: Source) -> Checkpoint:
-    """Return the same state with the masters of trained bf16 and fp16 weights as the weights; what they replace is in
-    `rounded`.
+    """Return the same state with the fp32 masters (unrounded copies) of trained bf16 and fp16 weights in the place of
+    these weights, which `rounded` then holds.
 
     Raises:
         Unsupported: a master does not round to its weight.

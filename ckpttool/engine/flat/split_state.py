@@ -95,20 +95,22 @@ TRAINED_ALONE = "param groups list the parameters that an engine trains, and no 
 
 
 def group_values(groups: Iterable[ParamGroup]) -> dict[str, Value]:
-    """Return param groups as the values that a reader finds, by canonical name."""
+    """Return {name: value} of param groups, as the values that a reader finds."""
     trees = [{**g.options, "params": list(g.params)} for g in groups]
     found = flatten_tree(trees, ("optim", "param_groups")) if trees else {}
     return {joined(p): Value(p, x) for p, x in found.items()}
 
 
 def split_training_state(ckpt: Checkpoint, source: Source, trained: Iterable[str] | None = None) -> Training:
-    """Take a state apart.
+    """Take a state apart into what engines keep separately: weights, param groups, slots, counters, and the rest.
 
     Args:
-        trained: FQNs that the next job trains, where that is known; one of them that has no state yet is no frozen one.
+        trained: FQNs that the next job trains; None where that is not known. One of them that has no state yet is no
+            frozen one.
 
     Raises:
         Unsupported: there are no weights, or the optimizer has parameters that the model lacks.
+        Corrupt: the param groups list a parameter twice, or bytes are damaged.
     """
     model = {t.local_name: t for t in ckpt.tensors.values() if t.component == "model"}
     extra_states = _extra_states(ckpt)
@@ -126,8 +128,8 @@ def split_training_state(ckpt: Checkpoint, source: Source, trained: Iterable[str
 
 
 def _extra_states(ckpt: Checkpoint) -> dict[str, Tree]:
-    """Return {FQN of the extra state of a module: its tree}. One that is a single tensor is in the model like a
-    buffer."""
+    """Return {FQN of the extra state of a module: its data, nested dicts and lists with TensorEntry for tensors}. One
+    that is a single tensor is left in the model, like a buffer."""
     found: dict[str, dict[Path, Tree]] = {}
     for path, leaf in _leaves(ckpt):
         split = split_extra_state(joined(path[1:])) if path[0] == "model" else None
@@ -143,13 +145,13 @@ def _extra_states(ckpt: Checkpoint) -> dict[str, Tree]:
 
 
 def _leaves(ckpt: Checkpoint) -> Iterator[tuple[Path, Tree]]:
-    """Yield (path, TensorEntry or plain data) of everything in a state."""
+    """Yield (path, TensorEntry of a tensor or plain data of a value) of everything in a state."""
     yield from ((t.path, t) for t in ckpt.tensors.values())
     yield from ((v.path, v.data) for v in ckpt.values.values())
 
 
 def tensors_of(tree: object) -> Iterator[TensorEntry]:
-    """Yield the tensors in a tree of plain data."""
+    """Yield the tensors in nested dicts and lists."""
     if isinstance(tree, TensorEntry):
         yield tree
     elif isinstance(tree, (dict, list)):
@@ -158,7 +160,8 @@ def tensors_of(tree: object) -> Iterator[TensorEntry]:
 
 
 def _take_optimizer(ckpt: Checkpoint, source: Source, out: Training) -> None:
-    """Fill in the groups, slots and scalars of the optimizer, and drop what is neither."""
+    """Fill in the groups, slots (tensors of the shape of their parameter) and scalars of the optimizer, and drop what
+    is none of these."""
     groups: dict[int, dict[Path, Tree]] = {}  # {number: {path in the group: hyperparameter}}
     params: dict[int, list[str]] = {}
     scalars: list[str] = []  # tensors of one element, which are read
@@ -217,7 +220,7 @@ _OF_DEEPSPEED = {("extra", "ds_config"), ("extra", "buffer_names"), *(("trainer"
 
 
 def _take_rest(ckpt: Checkpoint, out: Training) -> None:
-    """Fill in the scheduler, the loss scaler, and everything else that is neither model nor optimizer."""
+    """Fill in `out` with the scheduler, the loss scaler, and everything else that is neither model nor optimizer."""
     leaves: dict[Path, Tree] = {}
     scheduler: dict[Path, Tree] = {}
     others: dict[str, None] = {}  # further optimizers
@@ -242,12 +245,14 @@ def _take_rest(ckpt: Checkpoint, out: Training) -> None:
 
 
 def _classify(ckpt: Checkpoint, source: Source, out: Training, told: frozenset[str]) -> None:
-    """Fill in frozen, buffers and tied, and take out of the groups what is frozen.
+    """Fill in frozen parameters, buffers and tied weights, and take out of the groups what is frozen.
 
-    `told` are FQNs that the next job trains.
+    Args:
+        told: FQNs that the next job trains; empty where that is not known.
 
     Raises:
-        Corrupt, Unsupported: the groups list a parameter twice, or one that the model lacks.
+        Corrupt: the groups list a parameter twice.
+        Unsupported: they list one that the model lacks.
     """
     _check_groups(out)
     listed_buffers = out.rest.get("buffer_names")
@@ -287,7 +292,8 @@ def _check_groups(out: Training) -> None:
     """Refuse param groups that list a parameter twice, or one that the model lacks.
 
     Raises:
-        Corrupt, Unsupported: they do.
+        Corrupt: they list one twice.
+        Unsupported: they list one that the model lacks.
     """
     counts = Counter(n for g in out.groups for n in g.params)
     if twice := [n for n, k in counts.items() if k > 1]:
@@ -300,8 +306,12 @@ def _check_groups(out: Training) -> None:
 
 
 def _take_out_idle(out: Training, told: frozenset[str]) -> set[str]:
-    """Take parameters out of the groups that have no state where others have some, or no elements, and return them;
-    those in `told` are trained in any case, and go into `fresh`."""
+    """Take those parameters out of the groups that have no state where others have some, or no elements, and return
+    their FQNs.
+
+    Args:
+        told: FQNs that the next job trains; without state, they stay in their groups and go into `fresh`.
+    """
     listed = [n for g in out.groups for n in g.params]
     stateful = out.slots.keys() | out.scalars.keys()
     without = [n for n in listed if n not in stateful] if stateful else []
@@ -317,7 +327,7 @@ def _take_out_idle(out: Training, told: frozenset[str]) -> set[str]:
 
 
 def _drop_state_of_others(out: Training, trained: set[str]) -> None:
-    """Drop the state of parameters that no group lists (any more), saying why."""
+    """Drop the state of parameters that are not among `trained`, those that a group lists, with the reason."""
     for n in sorted((out.slots.keys() | out.scalars.keys()) - trained):
         slots = [*out.slots.pop(n, {}), *out.scalars.pop(n, {})]
         empty = n in out.tensors and not out.tensors[n].numel
@@ -333,12 +343,13 @@ def _is_floating(dtype: str) -> bool:
 
 
 def _list_some(names: list[str]) -> str:
-    """List the first names, for a note."""
+    """List the first four names, for a note."""
     return ", ".join(names[:4]) + (", ..." if len(names) > 4 else "")
 
 
 def _find_tied(ckpt: Checkpoint, source: Source, out: Training, trained: set[str]) -> dict[str, str]:
-    """Find {alias: owner} of tied weights, the owner being the one that is trained, or comes first."""
+    """Return {alias: owner} of tied weights; the owner is the one in `trained`, the parameters that a group lists, or
+    else comes first."""
     pairs = tied_weights(out.tensors)
     if trained:  # a state dict that stores both of a tied pair has them as two tensors with the same bytes
         pairs.update(_find_equal_matrices(ckpt, source, out, trained, pairs))
@@ -358,7 +369,12 @@ def _find_tied(ckpt: Checkpoint, source: Source, out: Training, trained: set[str
 def _find_equal_matrices(
     ckpt: Checkpoint, source: Source, out: Training, trained: set[str], known: dict[str, str]
 ) -> dict[str, str]:
-    """Find {name: trained name} of matrices with equal bytes, beside those `known` to share them."""
+    """Return {name: trained name} of matrices that are not trained and have the same bytes as one that is.
+
+    Args:
+        trained: FQNs of the parameters that a group lists.
+        known: {name: another name of the same bytes}; these are passed over.
+    """
     sharing = known.keys() | set(known.values())
     kinds: dict[tuple[tuple[int, ...], str], list[str]] = {}  # {(shape, dtype): trained matrices}
 
@@ -388,7 +404,8 @@ def _find_equal_matrices(
 
 
 def _first_bytes(ckpt: Checkpoint, source: Source, fqn: str) -> bytes | None:
-    """Read the first bytes of a tensor, up to four elements; None where one read does not give them."""
+    """Read the first bytes of a weight, given by its FQN, up to four elements; None where one read does not give
+    them."""
     c = ckpt.tensors[f"model.{fqn}"].chunks
     for k in range(len(c)):
         row = c[k]
@@ -399,7 +416,8 @@ def _first_bytes(ckpt: Checkpoint, source: Source, fqn: str) -> bytes | None:
 
 
 def _has_several_values(ckpt: Checkpoint, source: Source, fqn: str) -> bool:
-    """Decide whether a tensor is more than one value over and over: zeros and ones are equal without being tied."""
+    """Tell whether a weight, given by its FQN, holds more than one number; two that are all zeros or all ones are equal
+    without being tied."""
     t = ckpt.tensors[f"model.{fqn}"]
     item = ITEMSIZE[t.dtype]
     seen: set[bytes] = set()
@@ -411,10 +429,14 @@ def _has_several_values(ckpt: Checkpoint, source: Source, fqn: str) -> bool:
 
 
 def shared_scalars(training: Training, params: Iterable[str], what: str) -> tuple[dict[str, Tree], list[Dropped]]:
-    """Find the scalars that parameters of one flat tensor share: ({slot: scalar}, those of the minority that has
-    others).
+    """Find the scalars that parameters of one flat tensor share.
 
-    `what` says what has one value only, "a sub-group of ZeRO-3 has one step".
+    Args:
+        params: their FQNs.
+        what: why there can be one value only, for the reasons: "a sub-group of ZeRO-3 has one step".
+
+    Returns:
+        ({slot: scalar of most of the parameters}, those of the parameters that have another or none).
     """
     fresh = set(training.fresh)
     names = [n for n in params if n not in fresh]

@@ -33,10 +33,15 @@ _FLOATING = ("float64", "float32", "float16", "bfloat16")
 def add_one_to_norms(
     ckpt: Checkpoint, source: Source, tensors: Mapping[str, TensorEntry], patterns: Iterable[str], by: int
 ) -> tuple[dict[str, TensorEntry], bytes, str]:
-    """Add `by`, which is 1 or -1, to the weights whose names match, and to their masters.
+    """Add `by`, which is 1 or -1, to weights, and to their masters (fp32 copies).
 
-    Returns ({name: tensor in place of the old one}, the bytes of the file `FILE`, which is the next one of `ckpt`, and
-    a note, "" where no name matches).
+    Args:
+        tensors: {name: tensor} in which they are looked for.
+        patterns: globs of the weights' names, without "model.".
+
+    Returns:
+        ({name: tensor in place of the old one}, the bytes of the file `FILE`, which is the next one of `ckpt`, a note,
+            "" where no name matches).
 
     Raises:
         Unsupported: such a weight is no floating-point tensor.
@@ -63,7 +68,7 @@ def add_one_to_norms(
     out = bytearray()
 
     def append(t: TensorEntry, x: Array) -> None:
-        """Put the numbers of a tensor at the end of the file."""
+        """Put the elements `x` of tensor `t` at the end of the file."""
         nbytes = len(x) * ITEMSIZE[t.dtype]
         made[joined(t.path)] = replace(t, chunks=Chunks.whole(t.shape, len(ckpt.files), len(out), nbytes))
         out.extend(x.tobytes())

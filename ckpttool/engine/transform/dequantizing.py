@@ -42,10 +42,17 @@ __all__ = ["dequantize"]
 
 
 def dequantize(opened: tuple[Checkpoint, Source], patterns: Iterable[str]) -> tuple[Checkpoint, Source]:
-    """Return the same state, (index, files), in which the quantised tensors with such names are float32.
+    """Return the same state, (index, files), in which quantised tensors are float32; they are computed when they are
+    read.
+
+    Args:
+        opened: the state, (index, files).
+        patterns: globs of the tensors' names.
 
     Raises:
-        UsageError: a pattern names none. Unsupported: ckpttool does not know how to compute the numbers of a class.
+        UsageError: a pattern names none.
+        Unsupported: ckpttool does not know how to compute the numbers of a class, or parts of ranks were stored
+            otherwise.
     """
     ckpt, source = opened
     # which tensors: every pattern must name one
@@ -110,7 +117,12 @@ class _StoredPart(NamedTuple):
 
 
 def _stored_parts(found: Composite) -> list[_StoredPart]:
-    """List the parts in which an object is stored; one part where they do not fit."""
+    """List the parts in which a quantised tensor is stored; the whole of it as one part where the chunks of its
+    components do not belong to the same rows.
+
+    Raises:
+        Unsupported: a tensor that some ranks have quantised and others not is stored in other parts.
+    """
     if "parts" in found.about:
         return _stored_parts_of_mixed(found)
     main = next(iter(found.tensors.values()))
@@ -161,7 +173,8 @@ def _stored_parts_of_mixed(found: Composite) -> list[_StoredPart]:
 
 
 def _chunk_of_rows(t: TensorEntry, first: int, rows: int) -> TensorEntry | None:
-    """Return the chunk that holds just these rows, as a tensor; None where there is none."""
+    """Return the chunk of a tensor that holds just the rows [first, first + rows), as a tensor; None where there is
+    none."""
     for c in t.chunks:
         if (c.start[0], c.shape[0]) == (first, rows) and c.shape[1:] == t.shape[1:] and c.zstd is None:
             alone = Chunk((0,) * len(c.shape), c.shape, Extent(*c.extent), c.strides)
@@ -172,9 +185,15 @@ def _chunk_of_rows(t: TensorEntry, first: int, rows: int) -> TensorEntry | None:
 def _dequantizer(
     ckpt: Checkpoint, source: Source, parts: Mapping[str, TensorEntry], compute: Callable[..., Array]
 ) -> Callable[[], memoryview]:
-    """Return a function that reads the tensors of one part and computes its float32 bytes; `compute` is a formula."""
+    """Return a function that reads the tensors of one part and computes its float32 bytes.
+
+    Args:
+        parts: {name inside the quantised tensor: the tensor}.
+        compute: a formula that takes them as arrays of these names.
+    """
 
     def dequantize_part() -> memoryview:
+        """Read the tensors of the part, and return its float32 bytes."""
         import numpy as np
 
         data = small(replace(ckpt, tensors=dict(parts)), source, parts)
@@ -186,19 +205,21 @@ def _dequantizer(
 
 
 def _scale_blocks(values: Array, scale: Array) -> Array:
-    """Multiply each block of values, of which there are as many as scales, by its scale; changes `values`."""
+    """Multiply each block of values by its scale, in place, and return them flat; there are as many blocks as
+    scales."""
     out = values.reshape(len(scale), -1)
     out *= scale.reshape(-1, 1)
     return out.reshape(-1)
 
 
 def _dequantize_8bit(codes: Array, scale: Array, qmap: Array) -> Array:
-    """Look up each code in the table, and scale its block."""
+    """Look up each code in the table `qmap`, and multiply each block by its scale."""
     return _scale_blocks(qmap[codes], scale)
 
 
 def _dequantize_4bit(codes: Array, scale: Array, qmap: Array) -> Array:
-    """Unpack two codes from each byte, the upper half first, look them up in the table, and scale their blocks."""
+    """Unpack two codes from each byte, the upper half first, look them up in the table `qmap`, and multiply each block
+    by its scale."""
     import numpy as np
 
     pairs = np.empty((len(codes), 2), "u1")
@@ -207,7 +228,7 @@ def _dequantize_4bit(codes: Array, scale: Array, qmap: Array) -> Array:
 
 
 def _dequantize_fp8(codes: Array, scale: Array) -> Array:
-    """Scale each block of float8 numbers."""
+    """Multiply each block of float8 numbers by its scale."""
     return _scale_blocks(codes.astype("f4"), scale)
 
 

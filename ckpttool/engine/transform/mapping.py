@@ -46,6 +46,7 @@ def apply_map(ckpt: Checkpoint, source: Source, found: NameMap, config: Config) 
     Raises:
         Unsupported: the map is not about some names of weights or of the optimizer, a shape is not what it says, a size
             is not known, or a slot of the optimizer cannot be cut as its parameter is.
+        UsageError: there are no weights and no optimizer that names parameters.
     """
     mapping = _Mapping(ckpt, source, found, config)
     out = mapping.run()
@@ -57,8 +58,8 @@ def apply_map(ckpt: Checkpoint, source: Source, found: NameMap, config: Config) 
 
 
 def _with_torchtune_optimizer(ckpt: Checkpoint) -> Checkpoint:
-    """Return the same state with the optimizer where others have it, if it is data since its names are not those of the
-    weights (torchtune)."""
+    """Return the same state with torchtune's optimizer at "optim"; its names are not those of the weights, so that its
+    reader leaves it as data in "extra". Other states are returned as they are."""
     head = next(
         (t.path[:3] for t in ckpt.tensors.values() if t.component == "extra" and t.path[2:4] == ("optimizer", "state")),
         None,
@@ -67,7 +68,7 @@ def _with_torchtune_optimizer(ckpt: Checkpoint) -> Checkpoint:
         return ckpt
 
     def move(path: Path) -> Path:
-        """Move a path below the optimizer to where optimizers are."""
+        """Return a path, with what leads to torchtune's optimizer replaced by "optim"."""
         return ("optim", *path[3:]) if path[:3] == head else path
 
     tensors = {joined(p): replace(t, path=p) for t in ckpt.tensors.values() for p in [move(t.path)]}
@@ -103,7 +104,7 @@ class _Mapping:
         self.renamed: dict[str, tuple[str, ...]] = {}  # {first name of a group of the optimizer: its new names}
 
     def _state_names(self) -> list[str]:
-        """List the names of parameters in the optimizer: with state, or in a group."""
+        """List the names of the optimizer's parameters: those with state, and those that a group lists."""
         out: dict[str, None] = {}
         leaves: list[TensorEntry | Value] = [*self.ckpt.tensors.values(), *self.ckpt.values.values()]
         for t in leaves:
@@ -115,11 +116,14 @@ class _Mapping:
         return list(out)
 
     def _choose_sides(self) -> dict[str, bool | None]:
-        """Find out {component: whether its names are those on the left; None where they are what they shall be}.
+        """Find out for "model" and "optim" whether their names are those on the left side of the map, {component:
+        bool}; None where they are those on the right and shall stay.
+
         Weights and optimizer may be on two sides, as torchtune saves them: then both become those on the right.
 
         Raises:
             Unsupported: they are those of neither side.
+            UsageError: there are no such names.
         """
         names = {"model": [*self.weights, *self.plain], "optim": self._state_names()}
         if not any(names.values()):
@@ -161,7 +165,7 @@ class _Mapping:
         """Map weights, masters, optimizer and the lists of names, in this order, and return the mapped state.
 
         Raises:
-            Unsupported: as `apply_map`.
+            Unsupported: the map does not fit a name, a shape or a slot, or the state is a salvaged one.
         """
         if (ckpt := self.ckpt).salvage is not None and (ckpt.salvage.missing or ckpt.salvage.rebuilt):
             raise Unsupported(
@@ -208,7 +212,12 @@ class _Mapping:
         )
 
     def _add_one(self, tensors: Mapping[str, TensorEntry], by: int) -> dict[str, TensorEntry]:
-        """Add `by` to the norms that the left side stores less one, and to their masters; returns the new tensors."""
+        """Add `by` (1 or -1) to the norms that the left side stores less one, and to their masters; returns {name: new
+        tensor}.
+
+        Raises:
+            Unsupported: such a weight is no floating-point tensor.
+        """
         if not self.map.added_one:
             return {}
         new, data, note = add_one_to_norms(self.ckpt, self.source, tensors, (a.pattern for a in self.map.added_one), by)
@@ -221,7 +230,8 @@ class _Mapping:
         return new
 
     def _warn_of_weight_decay(self, names: set[str]) -> list[str]:
-        """Return a note where the optimizer decays parameters that one side stores less one, or none."""
+        """Return a note where the optimizer decays some of these parameters, which one side stores less one; [] where
+        it does not."""
         for v in self.ckpt.values.values():
             if v.is_param_group and v.path[3:] in _NAME_LISTS and isinstance(v.data, list):
                 decay = self.ckpt.value(joined((*v.path[:3], "weight_decay")))
@@ -233,15 +243,25 @@ class _Mapping:
         return []
 
     def _add_file(self, name: str, size: int, data: bytes = b"") -> None:
-        """Add a file to the index that the source does not have; `size` is in bytes."""
+        """Add a file to the index that the source does not have.
+
+        Args:
+            size: in bytes.
+            data: its content; empty for a file of zeros.
+        """
         self.made[name] = data
         self.ckpt = replace(self.ckpt, files=[*self.ckpt.files, name], sizes=[*self.ckpt.sizes, size])
 
     def _put(self, new: Mapping[str, TensorEntry], result: ResolvedGroup, old: Iterable[str]) -> None:
-        """Add tensors to the result, with the recorded digest of the `old` one where it is only renamed.
+        """Add tensors to the result, with the recorded digest of the old one where it is only renamed.
+
+        Args:
+            new: {name: tensor}.
+            result: the group that they come from.
+            old: names of the source's tensors that they were made of.
 
         Raises:
-            Unsupported: one is there already.
+            Unsupported: the result has one of these names already.
         """
         for name, t in new.items():
             if name in self.tensors:
@@ -253,7 +273,11 @@ class _Mapping:
                     self.recorded[next(iter(new))] = self.ckpt.recorded[name]
 
     def _map_weights(self) -> None:
-        """Map the weights, and what stands among them without being a tensor; notes say what is left out."""
+        """Map the weights, and what stands among them without being a tensor; notes say what is left out.
+
+        Raises:
+            Unsupported: the map does not fit a shape, or leaves out a tensor that is not 0.
+        """
         way = self.ways["model"]
         if way is None:
             self._keep("model")
@@ -283,7 +307,11 @@ class _Mapping:
         self.notes += [f'{len(rows)} entries were left out, first "{rows[0]}": {why}' for why, rows in left.items()]
 
     def _add_zeros(self) -> None:
-        """Add what the left side has and the right one has not, where the map says that it is zeros."""
+        """Add tensors of zeros that the left side has and the right one has not, where the map says so.
+
+        Raises:
+            Unsupported: the shape of one does not follow, or its name is taken.
+        """
         if self.ways["model"] is not False:
             return
         made: dict[str, TensorEntry] = {}
@@ -320,7 +348,11 @@ class _Mapping:
             self._add_file(ZEROS, ENDLESS)
 
     def _map_masters(self) -> None:
-        """Map the fp32 copies of weights that Megatron-Core's reader has under extra.master."""
+        """Map the fp32 copies of weights that Megatron-Core's reader has under extra.master.
+
+        Raises:
+            Unsupported: the map does not fit a shape.
+        """
         copies = {joined(t.path[2:]): t for t in self.ckpt.tensors.values() if t.path[:2] == _MASTER}
         way = self.ways["model"]
         if way is None or not copies:
@@ -334,13 +366,19 @@ class _Mapping:
             self._put(make_views(result, entries, _MASTER, ()), result, [joined(t.path) for t in entries.values()])
 
     def _keep(self, component: str) -> None:
-        """Keep a component that has the right names already."""
+        """Take a component of the source over into the result as it is."""
         self.tensors |= {n: t for n, t in self.ckpt.tensors.items() if t.component == component}
         self.values |= {n: v for n, v in self.ckpt.values.items() if v.component == component}
         self.recorded |= {n: d for n, d in self.ckpt.recorded.items() if n.partition(".")[0] == component}
 
     def _describe_padding(self, result: ResolvedGroup, fqn: str) -> None:
-        """Say in a note what is in the rows that are cut: nothing that was learned, or how many rows of what."""
+        """Add a note on the rows of padding that are cut from a weight: that nothing was learned in them, or how many
+        hold something.
+
+        Args:
+            result: the group that the weight was mapped in.
+            fqn: the weight's name in the source.
+        """
         whole = result.group.line.whole.axes
         assert whole is not None
         terms = whole.sums[0]
@@ -348,7 +386,7 @@ class _Mapping:
         kept, rows = sum(tail.start), result.sizes[PAD]
 
         def padding_of(t: TensorEntry) -> TensorEntry:
-            """Return the rows of padding of a tensor that is shaped as the weight."""
+            """Return the rows of padding of a tensor that is shaped as the weight, as a tensor."""
             chunks = Chunks(len(tail.part_shape))
             place_chunks(tail, t, chunks, to_whole=False)
             return TensorEntry(t.dtype, tail.part_shape, t.path, chunks)
@@ -374,10 +412,11 @@ class _Mapping:
         self.notes.append(f'"{fqn}": {rows:,} rows behind the {kept:,} of the vocabulary were cut, {what}')
 
     def _map_optimizer(self) -> None:
-        """Map the state of parameters, slot by slot; all parameters that the map joins must have it.
+        """Map the state of parameters, slot by slot.
 
         Raises:
-            Unsupported: some of them have none, or a slot cannot be mapped.
+            Unsupported: of the parameters that the map joins, some have state or a slot and others do not, or a slot
+                cannot be mapped.
         """
         slots: dict[str, dict[Path, TensorEntry | Value]] = {}
         leaves: list[TensorEntry | Value] = [*self.ckpt.tensors.values(), *self.ckpt.values.values()]
@@ -411,7 +450,11 @@ class _Mapping:
     def _weight_shapes(
         self, group: TensorGroup, have: Mapping[Key, Mapping[Path, TensorEntry | Value]]
     ) -> dict[Key, tuple[int, ...]]:
-        """Return {part of a group: shape of its weight}, or of its largest slot where there are no weights."""
+        """Return {part of a group: shape of its weight}, or of its largest slot where there is no weight.
+
+        Args:
+            have: {part: {path within the parameter's state: slot}}.
+        """
         out = {}
         for key, name in group.names.items():
             if name in self.weights:
@@ -423,6 +466,10 @@ class _Mapping:
 
     def _map_slot(self, result: ResolvedGroup, tail: Path, leaves: Mapping[Key, TensorEntry | Value]) -> None:
         """Map one slot of a group: as the weight is mapped, or copied to all parts where it is one number.
+
+        Args:
+            tail: the path of the slot within the state of its parameter.
+            leaves: {part of the group: its slot}.
 
         Raises:
             Unsupported: it has another shape and is not just renamed, or the parts have different numbers.
@@ -459,11 +506,19 @@ class _Mapping:
                 self.tensors[joined(path)] = replace(first, path=path)
 
     def _read_small(self, tensors: Iterable[TensorEntry]) -> dict[str, bytes]:
-        """Read {name: bytes} of small tensors of the source."""
+        """Read small tensors of the source, {name: row-major bytes}.
+
+        Raises:
+            Corrupt: bytes do not have the CRC32 that the source says.
+        """
         return small(self.ckpt, self.source, [joined(t.path) for t in tensors])
 
     def _refuse_different(self, found: Mapping[str, object]) -> None:
-        """Refuse values, {name: data}, that the map joins and that differ."""
+        """Refuse values, {name: data}, that the map joins to one and that differ.
+
+        Raises:
+            Unsupported: with two that do.
+        """
         first = next(iter(found))
         for name, data in found.items():
             if data != found[first]:
@@ -472,12 +527,16 @@ class _Mapping:
                 )
 
     def _lists_names(self, v: Value) -> bool:
-        """Decide whether a value is the list of a param group's parameters, some by name."""
+        """Tell whether a value is the list of a param group's parameters, some by name."""
         in_group = v.is_param_group and v.path[3:] in _NAME_LISTS
         return bool(self.state) and in_group and isinstance(v.data, list)
 
     def _refuse_split_groups(self) -> None:
-        """Refuse a map that joins parameters of several param groups."""
+        """Refuse a map that joins parameters of several param groups.
+
+        Raises:
+            Unsupported: with two such parameters.
+        """
         together = {n: group for group in self.state for n in group.names.values()}
         for v in self.ckpt.values.values():
             if not self._lists_names(v):
@@ -491,7 +550,8 @@ class _Mapping:
                     )
 
     def _map_name_lists(self) -> None:
-        """Map the names that values list: in the param groups, and in DeepSpeed's buffer_names; keep other values."""
+        """Put the new names into the values that list names: in the param groups, and in DeepSpeed's buffer_names.
+        Other values are kept as they are."""
         new_names: dict[str, tuple[str, ...]] = {}  # {name: what stands at its place}
         for group in self.state:
             names = self.renamed.get(group.first) or self._names_without_state(group)
@@ -510,7 +570,7 @@ class _Mapping:
             self.values[name] = v
 
     def _names_without_state(self, group: TensorGroup) -> tuple[str, ...]:
-        """Return the new names of a group of parameters without state.
+        """Return the new names of a group of parameters without optimizer state.
 
         Raises:
             Unsupported: a stacked one has no weight that tells how many parts it has.
@@ -525,7 +585,7 @@ class _Mapping:
         return tuple(t.named(group.numbers) for t in (group.line.parts if group.from_whole else (group.line.whole,)))
 
     def _keep_the_rest(self) -> None:
-        """Keep what is neither a weight nor state of a parameter under its name."""
+        """Take over, under their names, the tensors that are neither weights nor state of a parameter."""
         kept = []
         for name, t in self.ckpt.tensors.items():
             mapped_master = t.path[:2] == _MASTER and self.ways["model"] is not None

@@ -59,7 +59,8 @@ class MasterDifference:
 
 
 def master_pairs(ckpt: Checkpoint) -> dict[str, _Pair]:
-    """Return {canonical name of a weight: (its master, the weight)}, of those that can be compared."""
+    """Return {name of a weight: (its master, the weight)} of those that can be compared; a master is the fp32 copy that
+    training goes on from."""
     out = {}
     for name, t in ckpt.tensors.items():
         if t.path[:2] == ("extra", "master"):
@@ -76,8 +77,14 @@ def master_pairs(ckpt: Checkpoint) -> dict[str, _Pair]:
 
 
 def find_differing_masters(ckpt: Checkpoint, source: Source, progress: Progress) -> dict[str, MasterDifference]:
-    """Read all masters and their weights, block by block; returns {weight: how its master differs}. `progress` is
-    called with ("compare", bytes of masters done, bytes in all)."""
+    """Read all masters (fp32 copies) and their weights, block by block; returns {weight: how its master differs}.
+
+    Args:
+        progress: called with ("compare", bytes of masters done, bytes in all).
+
+    Raises:
+        Corrupt, SourceChanged: bytes are missing or were changed.
+    """
     pairs = master_pairs(ckpt)
     found: dict[str, MasterDifference] = {}
     passed, total = 0, sum(t.nbytes for t, _ in pairs.values())
@@ -88,8 +95,9 @@ def find_differing_masters(ckpt: Checkpoint, source: Source, progress: Progress)
 
 
 def refuse_other_masters(ckpt: Checkpoint, source: Source) -> None:
-    """Refuse masters that are not those of the weights beside them, judging by a few places of each, or one where every
-    read is a request. Compressed chunks are left to whoever reads all of them.
+    """Refuse masters (fp32 copies) that do not round to the weights beside them, looking at a few places of each, or at
+    one where every read is a request. Compressed tensors are passed over, since only a read of all their bytes could
+    tell.
 
     Raises:
         Corrupt: with counts, the first tensors, their numbers, and what may have happened.
@@ -112,8 +120,8 @@ def refuse_other_masters(ckpt: Checkpoint, source: Source) -> None:
 
 
 def _sample_boxes(shape: tuple[int, ...], most: int) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
-    """Choose at most `most` boxes spread over a tensor, each a flat range of at most `_ELEMENTS`, as (start, shape);
-    all of a small tensor."""
+    """Choose at most `most` boxes, as (start, shape), spread over a tensor of this shape; each is a flat range of at
+    most `_ELEMENTS` elements. A small tensor is one box."""
     if prod(shape) <= _ELEMENTS * most:
         return [((0,) * len(shape), shape)]
     # a box has part of the dimension `split`, all of those behind it, and one of those before it
@@ -128,7 +136,7 @@ def _sample_boxes(shape: tuple[int, ...], most: int) -> list[tuple[tuple[int, ..
 
 
 def _cut(t: TensorEntry, box: tuple[tuple[int, ...], tuple[int, ...]]) -> TensorEntry:
-    """Return the box (start, shape) of a tensor, as a tensor."""
+    """Return a box (start, shape) of a tensor, as a tensor."""
     return replace(t, shape=box[1], chunks=cut_chunks(t, box))
 
 
@@ -139,8 +147,12 @@ def _compare(
     found: dict[str, MasterDifference],
     budget: IOBudget,
 ) -> Iterator[int]:
-    """Compare (name, its first element, parts of a master and a weight), and put into `found` what differs; yields the
-    bytes of masters of each step."""
+    """Compare parts of masters with the same parts of their weights, and put into `found` what differs, {name:
+    difference}; yields the bytes of the master in each step.
+
+    Args:
+        rows: (name of the weight, flat index of the part's first element, (part of the master, part of the weight)).
+    """
     streams = [
         Reader(source, ckpt.files, (), budget).blocks([StreamJob(n, both[k]) for n, _, both in rows]) for k in range(2)
     ]
@@ -160,7 +172,7 @@ def _compare(
 
 
 def describe_differences(ckpt: Checkpoint, found: Mapping[str, MasterDifference]) -> str:
-    """Say what differing masters mean, for people."""
+    """Return a text that says, for people, what differing masters mean; `found` is {weight: how its master differs}."""
     pairs = master_pairs(ckpt)
     rows = [
         f'"{n}": {o.count:,} of {o.looked_at:,} '
@@ -179,6 +191,7 @@ def describe_differences(ckpt: Checkpoint, found: Mapping[str, MasterDifference]
 
 
 def _describe_numbers(o: MasterDifference) -> str:
+    """Write the numbers of the first element that differs: of the master, of what it rounds to, and of the weight."""
     rounds = (
         f"the master {o.master:.9g} rounds to {o.rounded:.9g}"
         if o.rounded != o.master
@@ -188,7 +201,7 @@ def _describe_numbers(o: MasterDifference) -> str:
 
 
 def where_element(ckpt: Checkpoint, t: TensorEntry, flat: int) -> str:
-    """Say where an element, given by its flat index, is: "at [3, 4], in FILE of rank 1"."""
+    """Return a text that says where an element of a tensor is, by its flat index: "at [3, 4], in FILE of rank 1"."""
     index = list(boxes.flat_to_boxes(t.shape, flat, flat + 1)[0][0])
     for (start, shape), file in zip(t.chunks.boxes(), t.chunks.file, strict=True):
         if all(a <= i < a + k for i, a, k in zip(index, start, shape, strict=True)):
@@ -200,8 +213,15 @@ def where_element(ckpt: Checkpoint, t: TensorEntry, flat: int) -> str:
 
 
 def _compare_piece(wide: memoryview, low: memoryview, dtype: str) -> MasterDifference | None:
-    """Compare elements of a master with those of its weight, of this dtype; `first` is relative to them. Weights may
-    have been cast since: from one half to the other, or to float32."""
+    """Compare elements of a master with those of its weight, which may have been cast since: from one half to the
+    other, or to float32.
+
+    Args:
+        wide, low: bytes of the same elements of the master, in float32, and of the weight, in `dtype`.
+
+    Returns:
+        How they differ, with `first` counted from the first of these elements; None where they agree.
+    """
     import numpy as np
 
     f, w = np.frombuffer(wide, "<f4"), np.frombuffer(low, numpy_dtype(dtype))
@@ -225,7 +245,7 @@ def _compare_piece(wide: memoryview, low: memoryview, dtype: str) -> MasterDiffe
 
 
 def _round(x: Array, dtype: str, to: str) -> Array:
-    """Return elements in another dtype, as torch rounds them."""
+    """Return elements of `dtype` in the dtype `to`, as torch rounds them."""
     import numpy as np
 
     out = np.empty(x.shape, numpy_dtype(to))

@@ -29,7 +29,8 @@ _YAML = re.compile(r"^  (\w+): (\S.*)$", re.MULTILINE)
 
 
 def read_job_arguments(ckpt: Checkpoint, source: Source) -> tuple[dict[str, Any], str]:
-    """Return (the arguments of the job that wrote a checkpoint, where they stand); ({}, "") where there are none."""
+    """Read the arguments of the job that wrote a checkpoint; returns ({name: value}, what says so, for messages), ({},
+    "") where there are none."""
     if ckpt.arguments:
         found = nest(ckpt.arguments)
         if found.get("group_query_attention") is False:  # then Megatron-LM does not look at the number of groups
@@ -46,7 +47,8 @@ def read_job_arguments(ckpt: Checkpoint, source: Source) -> tuple[dict[str, Any]
 
 
 def _parse_nemo(data: bytes, name: str) -> dict[str, Any]:
-    """Parse the scalars of `config` in the YAML that NeMo's io.dump writes: one line each, indented by two."""
+    """Parse the scalars of `config` in the YAML that NeMo's io.dump writes: one line each, indented by two. `name`
+    names the file in errors."""
     _, _, config = data.decode(errors="replace").partition("\nconfig:\n")
     out: dict[str, Any] = {}
     for m in _YAML.finditer(re.split(r"^\S", config, maxsplit=1, flags=re.MULTILINE)[0]):
@@ -58,7 +60,7 @@ def _parse_nemo(data: bytes, name: str) -> dict[str, Any]:
 
 
 def _parse_meta(data: bytes, name: str) -> dict[str, Any]:
-    """Parse Meta's params.json; {} where it is another file of that name."""
+    """Parse Meta's params.json, named `name` in errors; {} where it is another file of that name."""
     try:
         found = bounded_json.parse(data, name)
     except CkpttoolError:
@@ -67,13 +69,14 @@ def _parse_meta(data: bytes, name: str) -> dict[str, Any]:
 
 
 def check_premises(found: NameMap, job: tuple[Config, str], config: Config, given: str | None) -> list[str]:
-    """Compare the premises of a map with the job and config.json; returns notes on what the job's arguments do not
-    tell.
+    """Compare the premises of a map, what must hold for it to be right, with the job and config.json; returns notes on
+    what the job's arguments do not tell.
 
     Args:
-        job: as `read_job_arguments` gives them.
+        found: the map.
+        job: (the arguments of the job, where they stand), as `read_job_arguments` gives them.
         config: what config.json says of the text model; empty where there is none.
-        given: the folder or id that was named as the config.
+        given: the folder or id that was named as the config; None where the one beside the source is meant.
 
     Raises:
         Unsupported: the arguments contradict config.json, or what the map is right for.
@@ -108,7 +111,7 @@ def check_premises(found: NameMap, job: tuple[Config, str], config: Config, give
 
 
 def _unknown_arguments(found: NameMap, arguments: Config) -> list[str]:
-    """List the arguments that premises need and that are not known."""
+    """List the arguments of the job that premises of a map need and that `arguments` does not have."""
     asked = [p.job for p in found.premises if p.condition is None or evaluate(p.condition, arguments)]
     asked += [n.condition for n in found.lines if n.condition is not None]
     asked += [a.condition for a in found.added_one]
@@ -116,7 +119,7 @@ def _unknown_arguments(found: NameMap, arguments: Config) -> list[str]:
 
 
 def _is_contradicted(premise: Premise, arguments: Config, config: Config) -> bool:
-    """Decide whether a premise is known to be wrong: both of its sides have values, and they differ."""
+    """Tell whether a premise is known to be wrong: both of its sides have values, and they differ."""
     if (not arguments and keys_of(premise.job)) or (
         premise.condition is not None and not evaluate(premise.condition, arguments)
     ):
@@ -126,7 +129,7 @@ def _is_contradicted(premise: Premise, arguments: Config, config: Config) -> boo
 
 
 def _describe_side(expression: str, values: Config, where: str) -> str:
-    """Describe a side of a premise with the values of its keys."""
+    """Describe one side of a premise, an expression, with the values of its keys; `where` names what they are from."""
     known = [f"{k} = {evaluate(k, values)!r:.80}" for k in keys_of(expression) if evaluate(k, values) is not None]
     if not keys_of(expression):
         return f"the map is right for {expression} only"

@@ -27,6 +27,9 @@ __all__ = ["odd_rows", "resize_vocabulary"]
 def resize_vocabulary(opened: tuple[Checkpoint, Source], size: int) -> tuple[Checkpoint, Source]:
     """Return the same state, (index, files), with `size` rows in everything that has a row for each token.
 
+    Args:
+        opened: the state, (index, files).
+
     Raises:
         Unsupported: there is no embedding, something was learned in the rows to take away, or a slot of the optimizer
             has a shape that does not tell its rows.
@@ -76,7 +79,8 @@ def resize_vocabulary(opened: tuple[Checkpoint, Source], size: int) -> tuple[Che
 
 
 def _slots_with_rows(ckpt: Checkpoint, fqn: str, weight: TensorEntry) -> list[str]:
-    """List the slots of a parameter that have a row for each of its rows: those of its shape, and factors of them.
+    """List the names of a parameter's slots that have a row for each of its rows: those of its shape, and factors of
+    them.
 
     Raises:
         Unsupported: one has another shape that depends on the number of rows.
@@ -97,7 +101,12 @@ def _slots_with_rows(ckpt: Checkpoint, fqn: str, weight: TensorEntry) -> list[st
 
 
 def _with_rows(t: TensorEntry, size: int, zeros: int) -> TensorEntry:
-    """Return a tensor with so many rows: cut, or with new ones in the file of zeros, whose number is `zeros`."""
+    """Return a tensor with `size` rows: cut, or with new ones in the file of zeros, whose number in the index is
+    `zeros`.
+
+    Raises:
+        Unsupported: rows to be cut lie in compressed chunks.
+    """
     if size <= t.shape[0]:
         return _rows(t, 0, size)
     out = Chunks.of(len(t.shape), t.chunks)
@@ -107,7 +116,7 @@ def _with_rows(t: TensorEntry, size: int, zeros: int) -> TensorEntry:
 
 
 def _rows(t: TensorEntry, first: int, stop: int) -> TensorEntry:
-    """Return rows [first, stop) of a tensor.
+    """Return rows [first, stop) of a tensor, as a tensor.
 
     Raises:
         Unsupported: they lie in compressed chunks.
@@ -122,6 +131,11 @@ def _rows(t: TensorEntry, first: int, stop: int) -> TensorEntry:
 
 def _refuse_learned(ckpt: Checkpoint, source: Source, fqn: str, names: list[str], size: int) -> None:
     """Refuse to take away rows in which something was learned.
+
+    Args:
+        fqn: the weight, for the message.
+        names: the weight and its slots of the optimizer that have rows, by canonical name.
+        size: rows that stay.
 
     Raises:
         Unsupported: with the number of such rows, and the first.
@@ -146,7 +160,8 @@ def _refuse_learned(ckpt: Checkpoint, source: Source, fqn: str, names: list[str]
 
 
 def odd_rows(ckpt: Checkpoint, source: Source, t: TensorEntry) -> tuple[list[int], list[int]]:
-    """Read a tensor, and return (rows that are not equal to the first, rows that are not zero), by their numbers."""
+    """Read a tensor, and return the numbers of its rows that are not equal to the first, and of those that are not
+    zero."""
     row_bytes = max(1, prod(t.shape[1:])) * ITEMSIZE[t.dtype]
     first: bytes | None = None
     unlike: list[int] = []

@@ -66,16 +66,16 @@ class Workers:
     recount: Callable[[], int | None] | None = None
 
     def prepare(self, fn: Callable[[str], str], text: str) -> None:
-        """Call `fn(text)` once for all workers, where they are several processes of this machine. Otherwise each begins
-        by itself."""
+        """Call `fn(text)` once for all workers, where they are several processes of this machine, copied from one.
+        Other workers begin without it, each by itself."""
         if isinstance(self.executor, LocalProcesses) and (self.count or 0) > 1:
             self.executor.prepare(fn, text)
 
     def count_now(self) -> int | None:
-        """Count the requests that they work on at the same time, by now; None if the engine does not say.
+        """Count the requests that the workers can work on at the same time now; None if the engine does not say.
 
         Raises:
-            RemoteError: there have been none for `GONE` seconds.
+            RemoteError: there have been no workers for `GONE` seconds.
         """
         try:
             return self.recount() if self.recount else self.count
@@ -96,10 +96,10 @@ class SharedExecutor(Executor):
         self._futures: weakref.WeakSet[Future[Any]] = weakref.WeakSet()
 
     def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
-        """Return the future of `fn(text)`.
+        """Return the future of `fn(*args)`, which the shared Executor runs.
 
         Raises:
-            RemoteError: the engine is gone.
+            RemoteError: the engine takes no more work.
         """
         try:
             future = self._inner.submit(fn, *args, **kwargs)
@@ -112,7 +112,8 @@ class SharedExecutor(Executor):
         return future
 
     def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
-        """Cancel what has not begun."""
+        """Cancel what was submitted here and has not begun; the shared Executor stays open. The arguments are not
+        looked at."""
         for future in list(self._futures):
             future.cancel()
 
@@ -123,10 +124,11 @@ def version_of_worker(text: str) -> str:
 
 
 def ask_worker(executor: Executor, said: str, fn: Callable[[str], str]) -> str:
-    """Have a worker call `fn("")`, and return what it gave; `said` is how the user named the workers.
+    """Have a worker call `fn("")`, and return its answer as text; `said` is how the user named the workers.
 
     Raises:
-        RemoteError: no worker answers in `WAIT` seconds. UsageError: it failed.
+        RemoteError: no worker answers in `WAIT` seconds, or none can be asked.
+        UsageError: the call failed in the worker.
     """
     future = executor.submit(fn, "")
     try:
@@ -144,10 +146,15 @@ def ask_worker(executor: Executor, said: str, fn: Callable[[str], str]) -> str:
 
 
 def refuse_other_version(said: str, who: str, found: str | None) -> None:
-    """Refuse workers that have another version of ckpttool, or, where `found` is None, none.
+    """Refuse workers that have another version of ckpttool, or none.
+
+    Args:
+        said: how the user named the workers.
+        who: which of them has that version, for the message.
+        found: the version; None for none.
 
     Raises:
-        UsageError: with `said`, how the user named them, and `who`, which of them it is.
+        UsageError: the version is not that of this process.
     """
     if found != __version__:
         raise UsageError(
@@ -161,10 +168,13 @@ def refuse_other_version(said: str, who: str, found: str | None) -> None:
 
 @contextmanager
 def dask_workers(where: str) -> Iterator[Workers]:
-    """Connect to the workers of a dask scheduler, given by its address or by its file, FILE.json.
+    """While the block runs, stay connected to the workers of a dask scheduler, given by its address or by its file,
+    FILE.json.
 
     Raises:
-        RemoteError: no scheduler or no worker answers. UsageError: the address or the version is wrong.
+        RemoteError: no scheduler or no worker answers.
+        UsageError: the address or the version is wrong.
+        MissingPackage: dask's package distributed is not installed.
     """
     said = argument("workers", f"dask:{where}")
     require_packages(said, "distributed")
@@ -206,7 +216,11 @@ def dask_workers(where: str) -> Iterator[Workers]:
         seen = time.monotonic()
 
         def count() -> int | None:
-            """Count the workers' threads; a cluster without any for `GONE` seconds is given up."""
+            """Count the workers' threads; None while there are none.
+
+            Raises:
+                RemoteError: there have been none for `GONE` seconds.
+            """
             nonlocal seen
             n = sum(worker["nthreads"] for worker in client.scheduler_info(n_workers=-1)["workers"].values())
             if n:
@@ -237,7 +251,7 @@ class _RayExecutor(Executor):
         self._references: weakref.WeakKeyDictionary[Future[Any], Any] = weakref.WeakKeyDictionary()
 
     def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
-        """Return the future of `fn(text)`; it fails with Ray's WorkerCrashedError if the worker dies."""
+        """Return the future of `fn(*args, **kwargs)`; it fails with Ray's WorkerCrashedError if the worker dies."""
         if fn not in self._remote:
             self._remote[fn] = self._ray.remote(num_cpus=1, max_retries=0, scheduling_strategy="SPREAD")(fn)
         reference = self._remote[fn].remote(*args, **kwargs)
@@ -246,7 +260,7 @@ class _RayExecutor(Executor):
         return future
 
     def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
-        """Cancel what is not done."""
+        """Cancel what is not done, if `cancel_futures` is set; else do nothing."""
         for future, reference in list(self._references.items()) if cancel_futures else ():
             if future.cancelled() or not future.done():
                 self._ray.cancel(reference, force=True)
@@ -259,7 +273,7 @@ class _StdoutWithoutRay:
         self._file = file
 
     def write(self, text: str) -> int:
-        """Write text, as a text file does."""
+        """Write text to standard output, or to standard error in a thread of Ray; returns the number of characters."""
         by_ray = threading.current_thread().name.startswith("ray_")
         return int((sys.stderr if by_ray else self._file).write(text))
 
@@ -269,10 +283,13 @@ class _StdoutWithoutRay:
 
 @contextmanager
 def ray_workers(where: str) -> Iterator[Workers]:
-    """Connect to a Ray cluster at an address, or to the one of this machine where it is "auto".
+    """While the block runs, stay connected to a Ray cluster at an address, or to the one of this machine where it is
+    "auto".
 
     Raises:
-        RemoteError: no cluster answers. UsageError: its workers have another version of ckpttool.
+        RemoteError: no cluster or no worker answers.
+        UsageError: its workers have another version of ckpttool.
+        MissingPackage: ray is not installed.
     """
     said = argument("workers", f"ray:{where}")
     require_packages(said, "ray")
@@ -323,7 +340,14 @@ _mpi_pool: tuple[Executor, int | None] | None = None
 
 @contextmanager
 def mpi_workers() -> Iterator[Workers]:
-    """Use the ranks of MPI but this one; see `mpi_executor` for what it raises."""
+    """While the block runs, use the ranks of MPI but this one, which is rank 0; the others never return from here
+    (`mpi_executor`).
+
+    Raises:
+        SystemExit: in ranks other than 0, with code 0.
+        UsageError: the launcher and mpi4py do not belong to the same MPI, or there is one process only.
+        MissingPackage: mpi4py or MPI itself is not installed.
+    """
     inner, count = mpi_executor()
     shared = SharedExecutor(inner, argument("workers", "mpi"))
     try:
@@ -333,8 +357,8 @@ def mpi_workers() -> Iterator[Workers]:
 
 
 def mpi_executor() -> tuple[Executor, int | None]:
-    """Return (an Executor, the number of ranks that work for it; None where MPI starts them) in rank 0. Does not return
-    in the others: they serve until rank 0 ends, and then exit with 0.
+    """Return (an Executor, how many ranks work for it) in rank 0; the number is None where MPI starts them. In the
+    other ranks, do not return: they serve until rank 0 ends, and then exit with 0.
 
     Raises:
         SystemExit: in ranks other than 0, with code 0.

@@ -58,14 +58,15 @@ def fill_with_workers(
     progress: Progress,
     budget: IOBudget,
 ) -> tuple[dict[str, str], Json]:
-    """Write every file of a draft; returns ({tensor: BLAKE3 hex digest of its bytes there}, as `fill.fill`, and facts
-    of the run).
+    """Have workers write every file of a draft; returns ({tensor: BLAKE3 hex digest of its bytes there}, facts of the
+    run).
 
     The facts: "name" and "count" of the workers, "parts", how many of them an earlier run had "filled_before", how many
     were submitted "again", and the bytes that each machine filled, by name, in "nodes".
 
     Args:
-        job: `part_requests.describe_job` this conversion.
+        job: the conversion as workers are told it (`describe_job`).
+        progress: called with ("copy" or "send", bytes done, bytes in all).
 
     Raises:
         Corrupt, SourceChanged: the source is damaged, or was written to meanwhile.
@@ -83,6 +84,7 @@ def fill_with_workers(
     asked = {"job": job, "tree": tree, "threads": budget.threads, "buffer_bytes": budget.buffer_bytes}
 
     def request(number: int) -> str:
+        """Make the request to fill the part of this number, as JSON."""
         part = parts[number]
         mine = _select_objects(tree, touched[number]) if cells else tree
         return json.dumps(
@@ -135,11 +137,12 @@ def fill_with_workers(
 
 
 def why_one_process(draft: Draft, job: Json | None, sharable: bool, in_store: bool) -> str | None:
-    """Say why one process has to fill a draft; None if several can.
+    """Return a text that says why one process has to fill a draft; None if several can.
 
     Args:
-        job: `part_requests.describe_job` the conversion.
-        sharable, in_store: whether its destination can be filled by several, and whether that is a store.
+        job: the conversion as workers are told it (`describe_job`); None where they cannot plan it.
+        sharable: whether several processes can fill its destination.
+        in_store: whether the destination is an object store.
     """
     if not sharable:
         return "only S3 takes the parts of an object from several processes"
@@ -151,7 +154,7 @@ def why_one_process(draft: Draft, job: Json | None, sharable: bool, in_store: bo
 
 
 def _files_of(draft: Draft, names: Sequence[str]) -> set[str]:
-    """Return the names of the files that some tensors are written to."""
+    """Return the names of the files that the tensors `names` are written to."""
     tensors = draft.checkpoint.tensors
     numbers = set[int]().union(*(tensors[n].chunks.file for n in names if n not in draft.aliases))
     return {draft.files[i].name for i in numbers}
@@ -165,7 +168,17 @@ def _finish_file(
     digests: dict[str, str],
     destination: ParallelDestination,
 ) -> None:
-    """Write what no worker has written of a file, cut it to its length and make it durable."""
+    """Write what no worker has written of a file, cut it to its length and make it durable.
+
+    Args:
+        i: the number of the file in the draft.
+        written: its chunks, in order.
+        fringes: (offset, base64) of bytes that workers were to leave to this process.
+        digests: {tensor: BLAKE3 in hex}.
+
+    Raises:
+        CkpttoolError: the file cannot be written.
+    """
     f = draft.files[i]
     path = destination.path(f.name)
     alone = worker_writes_frames(draft, i)
@@ -187,12 +200,14 @@ def _finish_file(
 
 
 def _select_objects(tree: Mapping[str, Any], names: set[str]) -> Json:
-    """Return what `Destination.share` gave, for those of the objects that a worker needs."""
+    """Return `tree`, which `ParallelDestination.share` gave, with only those of its objects whose names a worker
+    needs."""
     return {**tree, "objects": {name: found for name, found in tree["objects"].items() if name in names}}
 
 
 def _add_sent_cells(sent: Mapping[str, dict[int, str]], results: Mapping[int, Mapping[str, Any]]) -> None:
-    """Add what workers have sent to {file: {cell: ETag}}."""
+    """Add to `sent`, {file: {cell: ETag}}, the cells (parts of an object in a store) that workers have sent; `results`
+    are their answers."""
     for found in results.values():
         for name, etags in found["cells"].items():
             sent[name].update((int(n), etag) for n, etag in etags.items())
@@ -208,16 +223,21 @@ def _send_remaining_cells(
     workers: Workers,
     progress: Progress,
 ) -> int:
-    """Send every cell that is not in `sent`, {file: {cell: ETag}}, and every file without chunks.
-
-    Returns how often something was sent again.
+    """Send every cell (part of an object in a store) that is not in `sent`, and every file without chunks, until the
+    store lists all.
 
     Args:
-        asked: what all requests have in common.
-        written: the chunks of every file, in order.
+        asked: what all requests to workers have in common.
+        written: {file: its chunks, in order}.
+        digests: {tensor: BLAKE3 in hex}.
+        sent: {file: {cell: ETag}}, to which is added.
+
+    Returns:
+        How often something was sent again.
 
     Raises:
-        CkpttoolError: what a worker raised. RemoteError: another run sends other parts of the same objects.
+        CkpttoolError: what a worker raised.
+        RemoteError: another run sends other parts of the same objects.
     """
     for i, f in enumerate(draft.files):
         if f.name not in sent:
@@ -248,7 +268,16 @@ def _send_cells_with_workers(
     workers: Workers,
     progress: Progress,
 ) -> int:
-    """Have cells sent, and add them to `sent`; returns how often some were submitted again."""
+    """Have workers send cells (parts of objects in a store), and add them to `sent`; returns how often some were
+    submitted again.
+
+    Args:
+        asked: what all requests to workers have in common.
+        sent: {file: {cell: ETag}}.
+
+    Raises:
+        CkpttoolError: what a worker raised, or no worker could send some.
+    """
     parts = _group_cells(cells)
 
     def request(number: int) -> str:
@@ -265,7 +294,8 @@ def _send_cells_with_workers(
 
 
 def _group_cells(cells: Sequence[_Cell]) -> list[WorkPart]:
-    """Cut cells into parts: runs of at least `least_part_bytes` bytes."""
+    """Group cells, in order, into parts of at least `least_part_bytes` bytes, but for the last; `first` and `stop` of a
+    part count cells."""
     least = least_part_bytes(sum(cell[2] for cell in cells))
     out: list[WorkPart] = []
     first = size = 0
@@ -284,7 +314,14 @@ def _cells_to_send(
     sent: Mapping[str, Mapping[int, str]],
     cell_bytes: int,
 ) -> list[_Cell]:
-    """List the cells that are not in `sent`, with what fills them; sets the sizes of the files."""
+    """List the cells that are not in `sent`, with what fills them; sets the sizes of the draft's files.
+
+    Args:
+        written: {file: its chunks, in order}.
+        digests: {tensor: BLAKE3 in hex}.
+        sent: {file: {cell: ETag}}; other files are passed over.
+        cell_bytes: the size of every cell but the last of a file.
+    """
     tensors = draft.checkpoint.tensors
     index = {name: i for i, name in enumerate(tensors)}
     out: list[_Cell] = []
@@ -294,7 +331,7 @@ def _cells_to_send(
         done = sent[f.name]
 
         def needed(a: int, b: int, done: Mapping[int, str] = done) -> bool:
-            """Decide whether a cell that meets bytes [a, b) is still to be sent."""
+            """Tell whether a cell that meets bytes [a, b) of the file is still to be sent."""
             return any(n not in done for n in range(a // cell_bytes, -(-b // cell_bytes)))
 
         pieces, f.size = bytes_between_chunks(draft, i, written[i], digests, needed)
@@ -323,8 +360,16 @@ def _cells_to_send(
 
 @contextmanager
 def workers_for_reading(spec: WorkersSpec, path: object, nbytes: int) -> Iterator[Workers | None]:
-    """Start the workers to read a checkpoint of so many bytes, which they open by its path; None where this process
-    reads it alone."""
+    """While the block runs, have the workers to read a checkpoint, which they open by its path; None where this process
+    reads it alone.
+
+    Args:
+        spec: the workers as the user named them; None for the usual number of local processes.
+        nbytes: the bytes of the checkpoint.
+
+    Raises:
+        UsageError, RemoteError, MissingPackage: the workers cannot be used.
+    """
     if spec in (1, "1") or (spec is None and default_count(nbytes) == 1) or not isinstance(path, (str, os.PathLike)):
         yield None
     else:
@@ -342,11 +387,13 @@ def digest_with_workers(
     budget: IOBudget = DEFAULT_BUDGET,
     seen: Callable[[Block], None] | None = None,
 ) -> dict[str, str]:
-    """Return {tensor: BLAKE3 hex digest of its canonical bytes}, reading everything and checking the CRCs.
+    """Return {tensor: BLAKE3 hex digest of its canonical bytes}, reading everything and checking the CRC32s.
 
     Args:
-        seen: called with every block, if this process reads them.
         path, options: what `opened` was opened with; it was located. Workers open it again.
+        workers: None for this process alone.
+        progress: called with (`what`, bytes done, bytes in all).
+        seen: called with every block, if this process reads them.
 
     Raises:
         Corrupt, SourceChanged: it is damaged, or was written to meanwhile.
@@ -387,7 +434,16 @@ def _prepare_and_run(
     progress: Callable[[int, int], None],
 ) -> int:
     """Have one process open the checkpoint for all workers that are copied from it, unless it is remote, and then have
-    the parts done. The arguments and what is returned are those of `run_parts`."""
+    the parts done; returns how often a part was submitted again.
+
+    Args:
+        results: {number of a part: answer}; parts in it are done, others are added.
+        request: gives the request to a worker for the number of a part.
+        progress: called with (bytes done, bytes in all).
+
+    Raises:
+        CkpttoolError: what a worker raised, or no worker could do a part.
+    """
     todo = [p.number for p in parts if p.number not in results]
     if not opened.source.is_remote and len(todo) > 1:
         workers.prepare(part_worker.prepare, request(todo[0]))
@@ -397,7 +453,11 @@ def _prepare_and_run(
 def _check_shared_records(
     opened: OpenCheckpoint, parts: Sequence[WorkPart], results: Mapping[int, Json], budget: IOBudget
 ) -> None:
-    """Check the CRC32s of the source's records of which several parts have read some.
+    """Check the CRC32s of those of the source's records that several parts have read some bytes of; the rest of these
+    records is read.
+
+    Args:
+        results: {number of a part: the answer of a worker}, of all parts.
 
     Raises:
         Corrupt: bytes do not have the CRC32 that the source carries.

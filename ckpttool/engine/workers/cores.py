@@ -12,15 +12,15 @@ __all__ = ["usable_cores", "usable_memory"]
 
 
 def usable_cores() -> int:
-    """Count the cores that this process may use: its affinity mask, and the CPU quota of its cgroup and of those
-    above."""
+    """Count the cores that this process may use, by its affinity mask and by the CPU quotas of its cgroup and of those
+    above; at least 1."""
     n = len(os.sched_getaffinity(0))
     return max(1, min(n, math.floor(min(_quotas(), default=n))))
 
 
 def usable_memory() -> int | None:
-    """Return the bytes that the machine has available, or the least limit of the cgroups that this process is in; None
-    if nothing says so."""
+    """Return the bytes of memory that this process may take: what the machine has available, or the least limit of the
+    cgroups that the process is in; None if nothing says so."""
     found = [
         int(m[1]) << 10
         for line in _read_lines("/proc/meminfo")
@@ -49,7 +49,13 @@ def _quotas(root: str = "/sys/fs/cgroup", membership: str = "/proc/self/cgroup")
 
 def _cgroup_folders(controller: str, root: str, membership: str) -> Iterator[tuple[str, bool]]:
     """Yield (folder, whether of cgroup v1) of the cgroups with a controller that this process is in, and of those
-    above."""
+    above.
+
+    Args:
+        controller: "cpu" or "memory".
+        root: where cgroups are mounted.
+        membership: the file that says which ones the process is in.
+    """
     for line in _read_lines(membership):
         _, controllers, path = line.split(":", 2)
         if controllers and controller not in controllers.split(","):

@@ -49,8 +49,9 @@ def workers_of(spec: WorkersSpec, nbytes: int = 0) -> AbstractContextManager[Wor
         nbytes: how many bytes there are to read.
 
     Raises:
-        UsageError: it names nothing that can be used. When entered: MissingPackage: its engine is not installed;
-            RemoteError: the cluster does not answer, or has no workers.
+        UsageError: it names nothing that can be used.
+        MissingPackage: only when entered: its engine is not installed.
+        RemoteError: only when entered: the cluster does not answer, or has no workers.
     """
     if isinstance(spec, Executor):
         return _callers_executor(spec)
@@ -78,7 +79,7 @@ def workers_of(spec: WorkersSpec, nbytes: int = 0) -> AbstractContextManager[Wor
 
 @contextmanager
 def _local_workers(count: int) -> Iterator[Workers]:
-    """Start so many local processes."""
+    """While the block runs, have up to `count` local processes as workers; at its end, they are stopped."""
     executor = LocalProcesses(count)
     try:
         yield Workers(executor, count, False, _count_processes(count))
@@ -91,8 +92,8 @@ def _count_processes(count: int) -> str:
 
 
 def default_count(nbytes: int) -> int:
-    """Choose how many local processes copy `nbytes`: half of the cores, at most 8, and at most one for each 512 MiB of
-    memory; one for less than 4 GB, or on fewer than 4 cores.
+    """Choose how many local processes copy `nbytes` bytes: half of the cores, at most 8, and at most one for each 512
+    MiB of memory; one for less than 4 GB, or on fewer than 4 cores.
 
     Half, since each process also has threads that read and write. More than 8 wait for most disks.
     """
@@ -104,8 +105,12 @@ def default_count(nbytes: int) -> int:
 
 
 def describe_workers(spec: WorkersSpec, nbytes: int) -> tuple[str, int | None, bool]:
-    """Return (name, number, whether they may be on other machines) of the workers that `spec` names, as `Workers` has
-    them; none is started.
+    """Return (name, number, whether they may be on other machines) of the workers that `spec` names; none is started.
+    The number is None where the engine would have to be asked.
+
+    Args:
+        spec: the workers as the user named them; None for the usual number of local processes.
+        nbytes: how many bytes there are to read.
 
     Raises:
         UsageError: it names nothing that can be used.
@@ -124,7 +129,8 @@ def describe_workers(spec: WorkersSpec, nbytes: int) -> tuple[str, int | None, b
 
 @contextmanager
 def _callers_executor(inner: Executor) -> Iterator[Workers]:
-    """Use an Executor that the caller has made, and leave it open."""
+    """While the block runs, use an Executor that the caller has made; at its end, cancel what is not done there, and
+    leave it open."""
     shared = clusters.SharedExecutor(inner, argument("workers", type(inner).__name__))
     try:
         yield Workers(shared, _count_of(inner), _may_be_remote(inner), type(inner).__name__)
@@ -134,7 +140,17 @@ def _callers_executor(inner: Executor) -> Iterator[Workers]:
 
 @contextmanager
 def _made_by_factory(module: str, name: str) -> Iterator[Workers]:
-    """Call a function of the user that makes an Executor, check that it has workers, and shut it down at the end."""
+    """While the block runs, use the Executor that a user's function makes, if its workers have this version of
+    ckpttool; at the end, shut it down.
+
+    Args:
+        module: the module of the function; `name` is its name there.
+
+    Raises:
+        UsageError: there is no such function, it fails or returns something else, or the workers cannot run this
+            version.
+        RemoteError: no worker answers.
+    """
     said = argument("workers", f"{module}:{name}")
     try:
         made = getattr(import_module(module), name)()
@@ -158,13 +174,14 @@ def _made_by_factory(module: str, name: str) -> Iterator[Workers]:
 
 
 def _count_of(executor: Executor) -> int | None:
-    """Return how many workers an Executor has, where it is modelled on those of the standard library."""
+    """Return how many workers an Executor has, if it tells as those of the standard library do; else None."""
     count = getattr(executor, "_max_workers", None)
     return count if isinstance(count, int) and count > 0 else None
 
 
 def _may_be_remote(executor: Executor) -> bool:
-    """Decide whether the workers of an Executor may be on other machines: any but those of the standard library."""
+    """Tell whether the workers of an Executor may be on other machines: those of any but the standard library's and
+    ours."""
     return not (type(executor).__module__.startswith("concurrent.futures.") or isinstance(executor, LocalProcesses))
 
 
@@ -176,7 +193,7 @@ def serve_if_worker(spec: WorkersSpec) -> None:
 
     Raises:
         SystemExit: in ranks other than 0, with code 0.
-        UsageError: the launcher and mpi4py do not belong to the same MPI.
+        UsageError: the launcher and mpi4py do not belong to the same MPI, or there is one process only.
         MissingPackage: mpi4py or MPI itself is not installed.
     """
     if isinstance(spec, str) and spec.strip() == "mpi":

@@ -104,6 +104,10 @@ class LocalProcesses(Executor):
 
         The future fails with WorkerDied if the process ends, with the same class if `fn` raised an error of ckpttool,
         and with RuntimeError if it raised anything else.
+
+        Raises:
+            ValueError: `fn` is no function of a module, or there is not just one argument.
+            RuntimeError: `shutdown` was called before.
         """
         if kwargs or len(args) != 1 or fn.__module__ == "__main__" or "." in fn.__qualname__:
             raise ValueError(f"{fn.__module__}.{fn.__qualname__}{args}: only functions of modules, with one text.")
@@ -119,7 +123,8 @@ class LocalProcesses(Executor):
         return future
 
     def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
-        """End the workers when all is done; with `cancel_futures`, kill them now."""
+        """End the workers when all is done, or, with `cancel_futures`, kill them now; with `wait`, return only when
+        they have ended."""
         with self._lock:
             self._closed = True
             self._cancelled |= cancel_futures
@@ -133,7 +138,8 @@ class LocalProcesses(Executor):
             thread.join()
 
     def _serve(self) -> None:
-        """Start a worker, and give it one request after another; the loop of one thread."""
+        """Take requests from the queue and have one worker, started here, answer them one after another: the loop of
+        one thread."""
         worker: _Worker | None = None
         while (task := self._tasks.get()) is not None:
             future, name, text = task
@@ -166,7 +172,7 @@ class LocalProcesses(Executor):
         """Start a worker.
 
         Raises:
-            WorkerDied: all of them were stopped.
+            WorkerDied: `shutdown` has cancelled the work.
         """
         with self._lock:
             if self._cancelled:
@@ -176,7 +182,16 @@ class LocalProcesses(Executor):
         return worker
 
     def _spawn_or_copy(self, theirs: socket.socket, stderr: BinaryIO) -> tuple[_Process, bytes]:
-        """Make a process that serves at a socket; returns it, and what it is to be sent first. Called with the lock."""
+        """Make a process that serves requests at a socket: a copy of the template, or else a new one. Called with the
+        lock held.
+
+        Args:
+            theirs: the end of the socket pair that the process gets.
+            stderr: the file for its standard output and standard error.
+
+        Returns:
+            (the process, bytes that are sent to it before the first request).
+        """
         if self._template is not None:
             try:
                 return self._template.copy(theirs, stderr), b""
@@ -185,11 +200,13 @@ class LocalProcesses(Executor):
         return _spawn(serve_as_worker, theirs, stderr)
 
     def _end_template(self) -> None:
+        """End the template, the process that workers are copied from, if there is one."""
         made, self._template = self._template, None
         if made is not None:
             made.close()
 
     def _end(self, worker: _Worker | None) -> None:
+        """End a worker, and forget it; None is none."""
         if worker is not None:
             with self._lock:
                 self._workers.discard(worker)
@@ -207,7 +224,16 @@ class _Process(Protocol):
 
 
 def _spawn(serve: Callable[..., None], theirs: socket.socket, stderr: BinaryIO) -> tuple[_Process, bytes]:
-    """Start an interpreter that runs a function of `local_worker`; returns it, and what it is to be sent first."""
+    """Start a Python process that runs a function of `local_worker`.
+
+    Args:
+        serve: that function.
+        theirs: the end of the socket pair that the process gets.
+        stderr: the file for its standard output and standard error.
+
+    Returns:
+        (the process, bytes that are sent to it before the first request: its sys.path).
+    """
     path = "\0".join(map(str, sys.path)).encode("utf-8", "surrogateescape")
     process = subprocess.Popen(
         [
@@ -242,7 +268,8 @@ class _Worker:
         self.file = self.socket.makefile("rb")
 
     def call(self, name: str, text: str) -> tuple[bytes, str]:
-        """Send one request, and return (RETURNED or RAISED, text).
+        """Send a request to call the function `name`, "module:function", with a text; returns (RETURNED or RAISED, the
+        answer).
 
         Raises:
             WorkerDied: with how it ended, and what it wrote to standard error.
@@ -263,14 +290,15 @@ class _Worker:
         return answer
 
     def close(self) -> None:
-        """End the process and wait for it."""
+        """End the process, wait for it, and close the files to it."""
         self._end()
         self.file.close()
         self.socket.close()
         self.stderr.close()
 
     def _end(self) -> str:
-        """Close its socket, and kill it if it does not end then; returns how it ended, in words."""
+        """Close the socket to the process, and kill the process if it does not end then; returns how it ended, in
+        words."""
         with suppress(OSError):
             self.socket.shutdown(socket.SHUT_RDWR)
         try:
@@ -284,7 +312,8 @@ class _Worker:
         return f"was ended by {signal.Signals(-code).name}{hint}"
 
     def _last_words(self) -> str:
-        """Return the end of what it wrote to standard error, for a message."""
+        """Return the last 4000 bytes of what it wrote to standard error, as the end of a message; "" if it wrote
+        nothing."""
         size = os.fstat(self.stderr.fileno()).st_size
         text = os.pread(self.stderr.fileno(), 4000, max(0, size - 4000)).decode(errors="replace").strip()
         return f": {text}" if text else ""
@@ -298,7 +327,11 @@ class _Template(_Worker):
         self._lock = threading.Lock()
 
     def copy(self, theirs: socket.socket, stderr: BinaryIO) -> _Copy:
-        """Make a worker that serves at a socket.
+        """Make a worker, a fork of this process, that serves at a socket.
+
+        Args:
+            theirs: the end of the socket pair that the worker gets.
+            stderr: the file for its standard output and standard error.
 
         Raises:
             WorkerDied, OSError: the template has ended, or could not make one.
@@ -308,7 +341,8 @@ class _Template(_Worker):
             return _Copy(self, int(self._read_answer()))
 
     def exit_code(self, pid: int) -> int:
-        """Return how a worker that has ended did so, as Popen.returncode."""
+        """Return the exit code of a worker that has ended, negative for a signal, as Popen.returncode; `pid` is that of
+        the worker."""
         with self._lock:
             try:
                 self.socket.sendall(message_header(WAIT, pid))
@@ -317,6 +351,11 @@ class _Template(_Worker):
                 return -signal.SIGKILL  # what the kernel does to the workers of a template that has ended
 
     def _read_answer(self) -> str:
+        """Read the text of the template's next answer.
+
+        Raises:
+            WorkerDied: the template has ended.
+        """
         answer = read_message(self.file, RETURNED)
         if answer is None:
             raise WorkerDied("the process that makes workers has ended")
@@ -359,7 +398,8 @@ class _Copy:
 
 
 def _exception_of(answer: str) -> Exception:
-    """Return the exception that a worker describes in its answer."""
+    """Return the exception that a worker's answer describes: name of its class, message and traceback, separated by
+    null bytes. A class that ckpttool's errors do not have becomes RuntimeError."""
     kind, text, trace = answer.split("\0", 2)
     if kind in errors.__all__ and isinstance(cls := getattr(errors, kind), type):
         return cls(text)  # type: ignore[no-any-return]

@@ -44,18 +44,22 @@ _LONGEST = 1 << 32  # a longer message is not one of ours
 
 
 def message(kind: bytes, text: str) -> bytes:
-    """Encode a message, as it is sent."""
+    """Encode a message of one kind (REQUEST, RETURNED or RAISED) with a text, as it is sent."""
     data = text.encode("utf-8", "surrogatepass")
     return _HEADER.pack(kind, len(data)) + data
 
 
 def message_header(kind: bytes, number: int) -> bytes:
-    """Encode a message to a template, which has a number instead of text."""
+    """Encode a message to a template, the process that makes workers: one of the kinds FORK or WAIT, with a number
+    instead of text."""
     return _HEADER.pack(kind, number)
 
 
 def read_message(file: BinaryIO, kinds: bytes) -> tuple[bytes, str] | None:
-    """Read the next (kind, text); None where the file ends, also in the middle of a message.
+    """Read the next message, (kind, text); None where the file ends, also in the middle of a message.
+
+    Args:
+        kinds: the kinds that may come, a byte each.
 
     Raises:
         ValueError: what came is not a message of one of these kinds.
@@ -71,13 +75,15 @@ def read_message(file: BinaryIO, kinds: bytes) -> tuple[bytes, str] | None:
 
 
 def serve_as_worker(file: BinaryIO, parent: int) -> None:
-    """Serve until the other end of the pair is closed, or `parent`, the process that has it, ends."""
+    """Answer requests until the other end of the socket pair is closed, or `parent`, the id of the process that has it,
+    ends; then end this process."""
     _set_up(file, parent)
     _serve(file)
 
 
 def serve_as_template(file: BinaryIO, parent: int) -> None:
-    """Answer one request, then make workers, until the other end of the pair is closed or `parent` ends.
+    """Answer one request, then fork workers when asked, until the other end of the socket pair is closed or `parent`,
+    the id of the process that has it, ends; then end this process.
 
     The answer is empty if workers cannot be copies, because there is another thread or a connection that all of them
     would use.
@@ -118,14 +124,16 @@ def serve_as_template(file: BinaryIO, parent: int) -> None:
 
 
 def _is_alone(served: int) -> bool:
-    """Decide whether this process has one thread, and no socket but the one that it serves."""
+    """Tell whether this process has one thread, and no socket but the one that it serves, given by its file
+    descriptor."""
     with os.scandir("/proc/self/fd") as open_files:
         sockets = [e.name for e in open_files if os.readlink(e.path).startswith("socket:")]
     return sockets == [str(served)] and len(os.listdir("/proc/self/task")) == 1
 
 
 def _set_up(file: BinaryIO, parent: int) -> None:
-    """Do what every process here does first: ignore Ctrl-C, collect no garbage, and end when `parent` ends."""
+    """Set up a process that serves: ignore Ctrl-C, collect no garbage, and end when `parent`, the id of the process
+    that started it, ends."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches every process of a terminal; the parent decides
     gc.disable()  # as in the command: a large index is millions of objects that live until the end
     die_with_parent(parent)
@@ -133,7 +141,7 @@ def _set_up(file: BinaryIO, parent: int) -> None:
 
 
 def _serve(file: BinaryIO) -> None:
-    """Answer requests until there are no more."""
+    """Answer requests from a socket's file one after another; ends the process when there are no more."""
     requests: queue.SimpleQueue[tuple[str, str]] = queue.SimpleQueue()
     threading.Thread(target=_read_requests, args=(file, requests), daemon=True).start()
     while True:
@@ -146,8 +154,8 @@ def _serve(file: BinaryIO) -> None:
 
 
 def _read_requests(file: BinaryIO, requests: queue.SimpleQueue[tuple[str, str]]) -> None:
-    """Put requests into a queue, in a thread of its own, so that the end of the parent also ends a worker that is
-    busy."""
+    """Put requests, (function, argument), into a queue; runs in a thread of its own, so that the end of the parent also
+    ends a worker that is busy."""
     try:
         while (name := read_message(file, REQUEST)) and (argument := read_message(file, REQUEST)):
             requests.put((name[1], argument[1]))
@@ -156,7 +164,7 @@ def _read_requests(file: BinaryIO, requests: queue.SimpleQueue[tuple[str, str]])
 
 
 def _call(name: str, argument: str) -> bytes:
-    """Call the function `module:name`, and return the message with what it returned or raised."""
+    """Call the function `module:name` with a text, and return the encoded message with what it returned or raised."""
     try:
         module, _, function = name.partition(":")
         return message(RETURNED, getattr(import_module(module), function)(argument))
@@ -167,7 +175,8 @@ def _call(name: str, argument: str) -> bytes:
 
 
 def die_with_parent(parent: int) -> None:
-    """Have the kernel kill this process when the thread that started it ends."""
+    """Have the kernel kill this process when the thread that started it ends; `parent` is the id of that thread's
+    process. Where that has ended already, exit at once."""
     import ctypes
 
     ctypes.CDLL(None).prctl(1, int(signal.SIGKILL))  # PR_SET_PDEATHSIG

@@ -37,19 +37,20 @@ __all__ = ["bytes_between_chunks", "fill_part", "send_cells", "why_cells_need_on
 
 
 def worker_writes_frames(draft: Draft, file: int) -> bool:
-    """Decide whether the worker that writes a chunk of a file writes the bytes around it, too."""
+    """Tell whether the worker that writes a chunk of a file, given by its number, writes the bytes around it (frames),
+    too; else the coordinator does."""
     return draft.files[file].frames_alone or (draft.before is None and draft.after is None)
 
 
 def bytes_between_chunks(
     draft: Draft, file: int, written: Sequence[Written], digests: dict[str, str], needed: Callable[[int, int], bool]
 ) -> tuple[list[tuple[int, bytes]], int]:
-    """Make what lies between the chunks of a file: head, frames, tail.
-
-    Returns ([(offset, bytes)] in order, the size of the file).
+    """Make what lies between the chunks of a file, given by its number: head, frames, tail. Returns ([(offset, bytes)]
+    in order, the size of the file in bytes).
 
     Args:
-        written: the chunks of the file, in order.
+        written: the chunks of the file, in order: (tensor, number of the chunk, CRC32).
+        digests: {tensor: BLAKE3 in hex}.
         needed: whether the bytes of a gap between two chunks, [first, stop), are needed.
     """
     head = draft.files[file].first_bytes()
@@ -93,6 +94,9 @@ def fill_part(
     """Fill a part and note that it is filled; returns what the coordinator has to know of it, as plain data.
 
     Args:
+        files: the source's files; the file numbers of chunks count in this list.
+        records: byte ranges of these files with known CRC32s.
+        tree: the destination, as the coordinator shares it.
         there: an earlier run wrote these bytes; they are read from the source, digested, and not written again.
 
     Raises:
@@ -139,7 +143,8 @@ class _PartFilling(Scatter):
         self.outs: dict[int, LocalRange | CellRange] = {}
 
     def begin(self, name: str, entry: TensorEntry, row: ChunkRow) -> None:
-        """Append what lies before a chunk and follows from it alone, or leave it to the coordinator."""
+        """Append the bytes that lie before a chunk of tensor `name`, if they depend on nothing but what was written
+        here; else leave them to the coordinator."""
         if self.there:
             return
         alone = worker_writes_frames(self.draft, row.file)
@@ -159,9 +164,11 @@ class _PartFilling(Scatter):
         out.append(before)
 
     def _wrote_whole_record(self, file: int) -> bool:
-        """Decide whether all chunks of the record that the last chunk of a file lies in were written here. A cell is
-        sent whole or not at all, so that it pays to know what lies between; into a file, the coordinator writes it
-        later."""
+        """Tell whether all chunks of the record in which the last chunk of a file lies were written here.
+
+        A cell of a store is sent whole or not at all, so that it pays to know what lies between; into a file, the
+        coordinator writes it later.
+        """
         record_at, written = self.draft.files[file].record_at, self.crcs.get(file)
         if record_at is None or not written:
             return False
@@ -179,7 +186,8 @@ class _PartFilling(Scatter):
             self.outs[row.file].append(self.draft.after(name, entry, row.row, self.crcs[row.file]))
 
     def finish(self) -> Json:
-        """Make what was written durable; returns what was sent to a store (`SharedObjects.finish_sending`)."""
+        """Make what was written durable; returns, as plain data, what was sent to a store
+        (`SharedObjects.finish_sending`)."""
         for out in self.outs.values():
             out.flush()
         self.writer.drain()
@@ -188,7 +196,7 @@ class _PartFilling(Scatter):
         return self.tree.finish_sending()
 
     def close(self) -> None:
-        """Stop the writer; nothing is written afterwards."""
+        """Stop the writer and close the files; nothing is written afterwards."""
         self.writer.pool.shutdown(wait=True, cancel_futures=True)
         for out in self.outs.values():
             out.close()
@@ -199,7 +207,8 @@ class _PartFilling(Scatter):
 
 
 def why_cells_need_one_process(draft: Draft) -> str | None:
-    """Say why rows of the tensors of a draft cannot be read alone, as `send_cells` does; None where they can."""
+    """Return a text that says why rows of the tensors of a draft cannot be read alone, as `send_cells` does; None where
+    they can."""
     names = [n for n in draft.checkpoint.tensors if n not in draft.aliases]
     if any(draft.sources[n].chunks.zstd for n in names):
         return "a compressed source is sent by one process"
@@ -216,14 +225,18 @@ def send_cells(
     objects: SharedObjects,
     budget: IOBudget,
 ) -> Json:
-    """Fill and send some cells; returns what was sent (`SharedObjects.finish_sending`), as plain data.
+    """Fill and send some cells (parts of objects in a store); returns what was sent (`SharedObjects.finish_sending`)
+    and the machine's name as "node", as plain data.
 
     Args:
+        files: the source's files; the file numbers of chunks count in this list.
         cells: (file, cell, bytes of it, [(tensor, chunk)] that meet it, [(offset in the file, base64)] of what lies
             between), where file, tensor and chunk are numbers.
 
     Raises:
-        SourceChanged: the source was written to meanwhile. RemoteError: the store fails. NoSpace: the disk is full.
+        Corrupt, SourceChanged: bytes are missing, or the source was written to meanwhile.
+        RemoteError: the store fails.
+        NoSpace: the disk is full.
     """
     # the rows of all cells are one stream, in the order of the cells
     tensors, names = draft.checkpoint.tensors, list(draft.checkpoint.tensors)
@@ -266,8 +279,13 @@ def send_cells(
 
 
 def _rows_in_cell(entry: TensorEntry, source: TensorEntry, row: int, begin: int, end: int) -> tuple[TensorEntry, int]:
-    """Return (the rows of a chunk that meet bytes [begin, end) of its file, as a tensor of the source; where they begin
-    in the file)."""
+    """Return (the rows of a chunk that meet bytes [begin, end) of its file, as a tensor of the source; the offset in
+    the file at which they begin).
+
+    Args:
+        entry: the tensor in the destination; `row` is the number of the chunk.
+        source: the same tensor in the source.
+    """
     chunk = entry.chunks[row]
     start, shape, offset = chunk.start, chunk.shape, chunk.extent.offset
     if not shape:

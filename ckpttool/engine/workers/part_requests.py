@@ -48,10 +48,11 @@ Json = dict[str, Any]
 
 
 def with_absolute_paths(reading: OpenOptions) -> OpenOptions:
-    """Return the same options with absolute paths, so that they mean the same in another folder."""
+    """Return the same options with absolute paths, so that they mean the same in another folder; names on the Hub
+    stay."""
 
     def absolute(path: str | os.PathLike[str] | None) -> str | None:
-        """Make the path of a file that there is absolute; anything else, such as a name on the Hub, stays."""
+        """Make the path of a file that exists absolute; anything else, such as a name on the Hub, stays."""
         text = None if path is None else os.fspath(path)
         return os.path.abspath(text) if text is not None and os.path.lexists(text) else text
 
@@ -65,7 +66,13 @@ def with_absolute_paths(reading: OpenOptions) -> OpenOptions:
 
 
 def describe_job(src: object, dst: str, reading: OpenOptions, writing: WriteRequest, plan: str) -> Json | None:
-    """Return what describes a conversion to a worker; None for one that a worker cannot plan by itself."""
+    """Return a conversion as plain data, from which a worker plans it; None for one that a worker cannot plan by
+    itself.
+
+    Args:
+        src: what the user gave as the source; a worker can open a path or a URL only.
+        plan: the `plan_id` that a worker must come to.
+    """
     if not isinstance(src, (str, os.PathLike)) or reading.merge is not None or reading.salvage:
         return None
     asked = {f.name: getattr(writing, f.name) for f in fields(writing)}
@@ -85,7 +92,7 @@ def absolute_path(path: str) -> str:
 
 
 def read_job(job: Mapping[str, Any]) -> tuple[str, str, OpenOptions, WriteRequest]:
-    """Return (source, destination, how to read, what to write) of `describe_job`."""
+    """Return (source, destination, how to read, what to write) of a job as `describe_job` makes it."""
     asked = dict(job["writing"])
     options = asked.pop("options")
     if options is not None:
@@ -96,8 +103,8 @@ def read_job(job: Mapping[str, Any]) -> tuple[str, str, OpenOptions, WriteReques
 
 
 def index_id(ckpt: Checkpoint, source: Source) -> str:
-    """Return a digest of what an index says of a checkpoint, and of the identities of its files, without their
-    device."""
+    """Return a digest, in hex, of a checkpoint's index (names, dtypes, shapes) and of the identities of its files,
+    without their device."""
     identities = source.identities()
     files = [(name, identities.get(name, (0,))[1:]) for name in ckpt.files]
     h = blake3(json.dumps([ckpt.layout, files, ckpt.sizes], default=str).encode())
@@ -107,16 +114,16 @@ def index_id(ckpt: Checkpoint, source: Source) -> str:
 
 
 def encode_error(e: CkpttoolError) -> str:
-    """Return an answer that says why there is none."""
+    """Encode an error as an answer of a worker, a JSON text that `parse_answer` raises again."""
     notes = list(getattr(e, "__notes__", ()))
     return json.dumps({"error": {"kind": errors.kind_of(e), "message": str(e), "notes": notes}})
 
 
 def parse_answer(text: str) -> Json:
-    """Parse the answer of a worker.
+    """Parse the answer of a worker, a JSON text.
 
     Raises:
-        CkpttoolError: what the worker raised.
+        CkpttoolError: the answer is an error that the worker raised; of the same class.
     """
     found: Json = json.loads(text)
     if "error" in found:

@@ -37,7 +37,8 @@ class SingleEntryCache(Generic[T]):
 
     @contextmanager
     def answer(self, question: str) -> Iterator[T]:
-        """Make, or find, what answers a question; it stays open as long as it is used."""
+        """While the block runs, keep open what answers a question; it is made now, unless the question is the last
+        one."""
         with self.lock:
             if self.kept is None or question != self.kept.question:
                 self._drop()
@@ -53,7 +54,7 @@ class SingleEntryCache(Generic[T]):
                     kept.close()
 
     def close(self) -> None:
-        """Close what is kept, as soon as nobody uses it."""
+        """Close what is kept; if it is in use, it is closed when its last user is done."""
         with self.lock:
             self._drop()
 
@@ -70,7 +71,7 @@ class _Kept(Generic[T]):
     users: int = 0
 
     def close(self) -> None:
-        """Close it, unless somebody uses it."""
+        """Close what was made, unless somebody uses it."""
         if not self.users:
             with self.made:
                 pass
@@ -83,14 +84,20 @@ def close_caches() -> None:
 
 
 def prepare(request: str) -> str:
-    """Plan or open what a request is about, for all workers that are made as copies of this process."""
+    """Plan the conversion or open the checkpoint that a request is about, and keep it for all workers that are made as
+    copies of this process; returns "".
+
+    Raises:
+        CkpttoolError: it cannot be planned or opened.
+    """
     ((what, asked),) = json.loads(request).items()
     with _planned.answer(json.dumps(asked["job"])) if what == "fill" else _opened.answer(json.dumps(asked["open"])):
         return ""
 
 
 def run(request: str) -> str:
-    """Do what a request asks for, and return the answer; an error of ours is an answer, too."""
+    """Do what a request, a JSON text, asks for, and return the answer as JSON; an error of ckpttool is an answer,
+    too."""
     ((what, asked),) = json.loads(request).items()
     try:
         return json.dumps(_ACTIONS[what](asked), separators=(",", ":"))
@@ -99,7 +106,12 @@ def run(request: str) -> str:
 
 
 def _fill_part(asked: Json) -> Json:
-    """Fill one part of a conversion; returns what `fill_part` does."""
+    """Fill one part of a conversion, and return what the coordinator has to know of it; `asked` holds "job", "tree",
+    "part", "there", "threads" and "buffer_bytes".
+
+    Raises:
+        CkpttoolError: it cannot be planned, read or written.
+    """
     with _planned.answer(json.dumps(asked["job"])) as planned:
         ckpt = planned.opened.checkpoint
         return fill_part(
@@ -115,7 +127,12 @@ def _fill_part(asked: Json) -> Json:
 
 
 def _send_cells(asked: Json) -> Json:
-    """Send some cells of the objects of a conversion; returns what `send_cells` does."""
+    """Send some cells (parts of objects in a store) of a conversion, and return what was sent; `asked` holds "job",
+    "tree", "cells", "threads" and "buffer_bytes".
+
+    Raises:
+        CkpttoolError: it cannot be planned, read or sent.
+    """
     with _planned.answer(json.dumps(asked["job"])) as planned:
         return send_cells(
             planned.draft,
@@ -128,7 +145,12 @@ def _send_cells(asked: Json) -> Json:
 
 
 def _digest_tensors(asked: Json) -> Json:
-    """Digest some tensors of a checkpoint; returns what `tensor_digests_and_crcs` does."""
+    """Digest tensors [first, stop) of a checkpoint; returns {"digests", "seen"} of `tensor_digests_and_crcs`. `asked`
+    holds "open", "first", "stop", "threads" and "buffer_bytes".
+
+    Raises:
+        CkpttoolError: it cannot be opened or read.
+    """
     with _opened.answer(json.dumps(asked["open"])) as opened:
         ckpt = opened.checkpoint
         names = list(ckpt.tensors)[asked["first"] : asked["stop"]]
@@ -142,10 +164,11 @@ def _digest_tensors(asked: Json) -> Json:
 
 
 def _open(asked: str) -> OpenCheckpoint:
-    """Open the checkpoint that a request is about.
+    """Open and locate the checkpoint that a request is about; `asked` is JSON with "path", "options" and "index", its
+    `index_id`.
 
     Raises:
-        CkpttoolError: this worker finds another one.
+        CkpttoolError: it cannot be opened, or this worker finds another one than the process that asked.
     """
     said = json.loads(asked)
     opened = open_checkpoint(said["path"], OpenOptions(**said["options"]), check_hints=False)
@@ -159,10 +182,10 @@ def _open(asked: str) -> OpenCheckpoint:
 
 
 def _plan(job: str) -> Plan:
-    """Plan the conversion that a request is about.
+    """Plan the conversion that a request is about; `job` is JSON, as `describe_job` makes it.
 
     Raises:
-        CkpttoolError: this worker plans something else.
+        CkpttoolError: it cannot be planned, or this worker plans it differently from the process that asked.
     """
     said = json.loads(job)
     src, dst, reading, writing = read_job(said)

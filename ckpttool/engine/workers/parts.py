@@ -49,7 +49,7 @@ class WorkPart(NamedTuple):
 
 
 def cut_tensors(tensors: Mapping[str, TensorEntry]) -> list[WorkPart]:
-    """Cut tensors that are read into parts, whatever files they lie in."""
+    """Cut tensors that are only read into parts, whatever files they lie in."""
     return _cut(tensors, {}, 0)
 
 
@@ -57,7 +57,10 @@ def cut_draft(draft: Draft, cell_bytes: int = 0) -> list[WorkPart]:
     """Cut a draft into parts.
 
     A part ends once it has both min(1 GiB, max(16 MiB, a 64th of the whole)) and 8 MiB for each of its files that the
-    next part goes on with; with `cell_bytes` (bytes of a store's cell; 0: no store), 2 to 8 cells instead of the 8 MiB.
+    next part goes on with; in a store, 2 to 8 cells instead of the 8 MiB.
+
+    Args:
+        cell_bytes: the bytes of a cell, a part of an object in a store; 0 if the destination is no store.
     """
     of_a_file = _LEAST_BYTES_OF_A_FILE
     if cell_bytes:
@@ -67,12 +70,17 @@ def cut_draft(draft: Draft, cell_bytes: int = 0) -> list[WorkPart]:
 
 
 def least_part_bytes(whole: int) -> int:
-    """Return the least size, in bytes, of every part but the last, where there are `whole` bytes in all."""
+    """Return the least size, in bytes, of every part but the last, where `whole` bytes are cut into parts."""
     return min(_MOST_BYTES, max(_LEAST_BYTES, whole // _PARTS))
 
 
 def _cut(tensors: Mapping[str, TensorEntry], aliases: Mapping[str, str], of_a_file: int) -> list[WorkPart]:
-    """Cut tensors into parts that have at least `of_a_file` bytes for each file that the next part goes on with."""
+    """Cut tensors into parts that have at least `of_a_file` bytes for each file that the next part goes on with; 0 to
+    pay no heed to files.
+
+    Args:
+        aliases: names of tensors that share the bytes of others and are not counted.
+    """
     least = least_part_bytes(sum(t.nbytes for n, t in tensors.items() if n not in aliases))
     last: dict[int, int] = {}  # the tensor that ends a file
     for i, (name, t) in enumerate(tensors.items() if of_a_file else ()):
@@ -121,12 +129,12 @@ def run_parts(
     progress: Callable[[int, int], None],
     run: Callable[[str], str],
 ) -> int:
-    """Have every part done that `results` {number: answer} has not, and add the answers.
-
-    Returns how often a part was submitted again.
+    """Have workers do every part that is not in `results` yet, and add their answers; returns how often a part was
+    submitted again.
 
     Args:
-        request: what to ask of a worker for a number.
+        results: {number of a part: answer}.
+        request: gives the request to a worker for the number of a part.
         progress: called with (bytes done, bytes in all).
         run: what a worker calls with a request, such as `part_worker.run`.
 
@@ -142,6 +150,7 @@ def run_parts(
     submitted = 0
 
     def submit(flight: _Flight) -> None:
+        """Submit a part to the workers once more, and note the future."""
         nonlocal submitted
         submitted += 1
         future = workers.executor.submit(run, request(flight.part.number))
@@ -190,7 +199,7 @@ _PASSING = (CkpttoolError, Unreadable, RemoteError)
 
 
 def _resubmit(flight: _Flight, e: Exception, submit: Callable[[_Flight], None]) -> None:
-    """Submit a part that failed once more, unless another worker still has it.
+    """Submit a part that failed with the error `e` once more, unless another worker still has it.
 
     Raises:
         CkpttoolError: it failed three times.
@@ -212,7 +221,13 @@ def _resubmit(flight: _Flight, e: Exception, submit: Callable[[_Flight], None]) 
 def _duplicate_slow_parts(
     flights: dict[int, _Flight], seconds: list[float], free: int, submit: Callable[[_Flight], None]
 ) -> None:
-    """Submit parts that take much longer than the others once more, to workers that have nothing to do."""
+    """Submit parts that take much longer than the others once more, to workers that have nothing to do.
+
+    Args:
+        flights: {number of a part: who works on it}.
+        seconds: how long each part that is done has taken.
+        free: how many workers have nothing to do.
+    """
     if not seconds:
         return
     late = time.monotonic() - max(_SLOW * statistics.median(seconds), _SLOW_SECONDS)

@@ -17,12 +17,13 @@ _MOST = 1 << 20
 
 
 def names() -> list[str]:
-    """List the names of these maps, sorted; without those that are only parts of others, which begin with _."""
+    """List the names of the maps that come with ckpttool, sorted; without those that are only parts of others, which
+    begin with _."""
     return [n for n in _all_names() if not n.startswith("_")]
 
 
 def _all_names() -> list[str]:
-    """List the names of all maps, those that are only parts of others among them."""
+    """List the names of all maps that come with ckpttool, sorted, those that are only parts of others among them."""
     found = (f.name for f in resources.files(__name__).iterdir())
     return sorted(n.removesuffix(_SUFFIX) for n in found if n.endswith(_SUFFIX))
 
@@ -56,7 +57,7 @@ def read_shipped_or_own_map(asked: str) -> str:
 
 @lru_cache(64)
 def load(asked: str) -> NameMap:
-    """Parse the map that a name, a file or a text stands for.
+    """Parse the map that a name, a file or a text with a line end stands for.
 
     Raises:
         UsageError: there is none, or its text is wrong.
@@ -67,8 +68,12 @@ def load(asked: str) -> NameMap:
 
 
 def _read_include(name: str) -> str:
-    """Read the text that a line `include` stands for; never that of a file, which a worker on another machine would not
-    have."""
+    """Read the text that a line `include NAME` of a map stands for; never that of a file, which a worker on another
+    machine would not have.
+
+    Raises:
+        UsageError: no such map comes with ckpttool.
+    """
     if name not in _all_names():
         raise UsageError(f"include {name}: no such map comes with ckpttool. Maps: {', '.join(names())}.")
     return read_shipped_or_own_map(name)

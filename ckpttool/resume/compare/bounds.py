@@ -168,12 +168,13 @@ class Bound(NamedTuple):
     chaotic: bool = False
 
     def at(self, reference: float, step: int = 1) -> float:
-        """Return the largest relative deviation from `reference` that passes in the `step`-th step after loading."""
+        """Return the largest relative deviation from the value `reference` that passes in the `step`-th step after
+        loading (the first is 1)."""
         grown = max(1.0, step / 10)
         return (self.relative + (self.absolute / abs(reference) if reference else 0.0)) * grown
 
     def obstacle(self) -> str | None:
-        """Say why staying within the bound would prove nothing; None if it proves something."""
+        """Return a text that says why staying within the bound would prove nothing; None if it proves something."""
         if not self.chaotic:
             return None
         return (
@@ -184,8 +185,11 @@ class Bound(NamedTuple):
 
 
 def compute_precision(reference: Trace | None, got: Trace) -> str:
-    """Return the dtype of the computation, "fp32" or "bf16". A side that did not record it is taken to be like the
-    other; if both did not, bf16. fp16 is more precise than bf16 and uses its bounds."""
+    """Return the precision of the computation, "fp32" or "bf16", which is also that of 16-bit parameters.
+
+    A side that did not record its dtype is taken to be like the other; if both did not, bf16. fp16 is more precise than
+    bf16 and uses its bounds. `reference` is None if there is none.
+    """
     words = [t.dtype for t in (got, reference) if t is not None and t.dtype]
     if has_16bit_parameters(got):
         return "bf16"
@@ -193,7 +197,8 @@ def compute_precision(reference: Trace | None, got: Trace) -> str:
 
 
 def has_16bit_parameters(trace: Trace) -> bool:
-    """Tell whether the parameters themselves have 16 bits, and so the gradients that accumulate over forward passes."""
+    """Tell whether any weight of the model has 16 bits, so that gradients are rounded to 16 bits as they accumulate
+    over forward passes."""
     return any(d in ("bfloat16", "float16") for n, (d, _, _) in trace.state.items() if n.startswith("model."))
 
 
@@ -201,10 +206,10 @@ def same_micro_batch_shape(reference: Trace, got: Trace) -> bool:
     """Tell whether every forward pass is known to have had the same shape on both sides, and gradients the same
     rounding.
 
-    The runner divides the loss of a micro-batch by the tokens of the global batch before the backward pass; a loop with
-    a recorder by those of the micro-batch, and the rest afterwards. In bfloat16 the digits of the gradients are the
-    same only if the ratio of the two, the number of micro-batches of a step, is a power of two (three micro-batches:
-    the grad norm was off by 1.2e-4, measured).
+    resume-verify divides the loss of a micro-batch by the tokens of the global batch before the backward pass; a
+    training loop with a `Recorder` divides it by those of the micro-batch, and the rest afterwards. In bfloat16 the
+    digits of the gradients are the same only if the ratio of the two, the number of micro-batches of a step, is a power
+    of two (three micro-batches: the grad norm was off by 1.2e-4, measured).
     """
     if None in (got.micro_batch, got.sequence) or got.sequence != reference.sequence:
         return False
@@ -220,7 +225,7 @@ def same_micro_batch_shape(reference: Trace, got: Trace) -> bool:
 
 
 def choose_column(profile: str, reference: Trace, got: Trace) -> str:
-    """Choose the column of `COLUMNS` that applies to these two runs.
+    """Choose the column of `COLUMNS`, the table of measured bounds, that applies to two runs; return its key.
 
     Raises:
         UsageError: there is no such profile.
@@ -240,12 +245,20 @@ def choose_column(profile: str, reference: Trace, got: Trace) -> str:
 def choose_bounds(
     profile: str, reference: Trace, got: Trace, noise: Mapping[str, float] | None = None
 ) -> dict[str, Bound]:
-    """Choose the bounds, {name of a check: Bound} for "probe.logits", "step1.<signal>" and "steps.<signal>".
+    """Choose the bounds for two runs, {name of a check: Bound} for "probe.logits", "step1.<signal>" and
+    "steps.<signal>".
 
-    `noise` {name of a check: deviation between two runs of the same job} widens a bound to five times what was found;
-    it never narrows one. A bound that is beyond `CHAOTIC` because of that is marked. A recorded job is another program,
-    whose gradients are rounded otherwise in the first step already: there, bounds are ten times the noise, and those of
-    the first step's updates come from the later ones too.
+    A recorded job is another program, whose gradients are rounded otherwise in the first step already: there, bounds
+    are ten times the noise, and those of the first step's updates come from the later ones too.
+
+    Args:
+        profile: a key of `PROFILES`.
+        noise: {name of a check: deviation between two runs of the same job}. It widens a bound to five times what was
+            found, and never narrows one; a bound beyond `CHAOTIC` because of that is marked. None if it was not
+            measured.
+
+    Raises:
+        UsageError: there is no such profile.
     """
     chosen = choose_column(profile, reference, got)
     table = COLUMNS[chosen]

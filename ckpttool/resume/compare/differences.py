@@ -117,7 +117,7 @@ MISSING = _Missing()
 
 
 def relative_deviation(got: float, expected: float) -> float:
-    """Compute |got - expected| / |expected|; 0 if they are equal, NaN if one is NaN, infinite if `expected` is 0 or one
+    """Return |got - expected| / |expected|; 0 if they are equal, NaN if one is NaN, infinite if `expected` is 0 or one
     is infinite."""
     if got == expected:
         return 0.0
@@ -143,7 +143,7 @@ def are_alike(a: object, b: object) -> bool:
 
 
 def state_obstacle(reference: Trace, got: Trace) -> str | None:
-    """Say why the states of two traces cannot be compared; None if they can."""
+    """Return a text that says why the states of two traces cannot be compared; None if they can."""
     if reference.failed is not None:
         return "the reference could not be loaded"
     if not reference.state and not reference.scalars:
@@ -156,12 +156,17 @@ def state_obstacle(reference: Trace, got: Trace) -> str | None:
 
 
 def must_be_equal(name: str) -> bool:
-    """Tell whether a tensor must be equal; random states and data readers belong to a rank and need not be."""
+    """Tell whether a tensor must be equal on both sides; random states and states of data readers belong to a rank and
+    need not be."""
     return name.partition(".")[0] not in ("rng", "dataloader")
 
 
 def _names_if_tied(name: str, tied: Sequence[Sequence[str]]) -> Iterator[str]:
-    """Yield the other canonical names of the same parameter, or of the same slot of its optimizer state."""
+    """Yield the other canonical names of the same parameter, or of the same slot (such as exp_avg) of its optimizer
+    state.
+
+    `tied` lists the FQNs of each parameter that has several.
+    """
     for group in tied:
         for fqn in group:
             for before in ("model.", "optim.state.", ""):
@@ -171,8 +176,10 @@ def _names_if_tied(name: str, tied: Sequence[Sequence[str]]) -> Iterator[str]:
 
 
 def missing_and_extra(reference: Trace, got: Trace) -> tuple[list[str], list[str]]:
-    """Find (tensors that only the reference has, tensors that only this side has), under any name of a tied
-    parameter."""
+    """Return (tensors that only the reference has, tensors that only this side has), by canonical name.
+
+    A tied parameter counts as there under any of its names. Random states and states of data readers are left out.
+    """
     tied = [*reference.tied, *got.tied]
 
     def gone(have: Mapping[str, object], other: Mapping[str, object]) -> list[str]:
@@ -191,14 +198,18 @@ def tensors_with_unequal_copies(got: Trace) -> list[str]:
 
 
 def tensors_not_as_stored(got: Trace) -> list[str]:
-    """List the tensors whose fingerprint in the job is not that of the files, if these were read a second time."""
+    """List the tensors whose fingerprint in the job is not that of the files; [] if these were not read a second
+    time."""
     return [n for n, mark in got.stored.items() if n not in got.state or (got.state[n][2] and got.state[n][2] != mark)]
 
 
 def in_stored_dtypes(reference: Trace, got: Trace) -> tuple[Trace, Trace]:
-    """Return both traces as a comparison sees them that allows rounding: a tensor that the files of `got` have in
-    another dtype than the reference is on both sides what it is in that dtype, and those that the reference has no
-    rounded fingerprint of have none. `environment["as_stored"]` and `["not_rounded"]` of the second list them."""
+    """Return (reference, got) as a comparison sees them that allows rounding.
+
+    A tensor that the files of `got` have in another dtype than the reference is on both sides what it is in that dtype,
+    and those that the reference has no rounded fingerprint of have none. `environment["as_stored"]` and
+    `["not_rounded"]` of the second list them.
+    """
     theirs, ours, files = dict(reference.state), dict(got.state), dict(got.stored)
     as_stored: list[str] = []
     unknown: list[str] = []
@@ -223,7 +234,11 @@ def in_stored_dtypes(reference: Trace, got: Trace) -> tuple[Trace, Trace]:
 def shape_differences(
     reference: Trace, got: Trace
 ) -> tuple[dict[str, tuple[tuple[int, ...], tuple[int, ...]]], dict[str, tuple[str, str]]]:
-    """Find ({name: (expected, found)} of differing shapes, the same of differing dtypes at the same shape)."""
+    """Find the tensors that differ in shape or dtype: ({name: (expected, found) shape}, {name: (expected, found)
+    dtype}).
+
+    A tensor is in one of the two at most; the second has those of equal shape.
+    """
     shapes: dict[str, tuple[tuple[int, ...], tuple[int, ...]]] = {}
     dtypes: dict[str, tuple[str, str]] = {}
     for n, (dtype, shape, _) in reference.state.items():
@@ -251,7 +266,7 @@ def differing_tensors(reference: Trace, got: Trace) -> list[str]:
 
 
 def optimizer_steps(trace: Trace) -> dict[str, float]:
-    """Return {FQN: step} of the optimizer's state."""
+    """Return {FQN: how many steps the optimizer has counted for that parameter}."""
     return {fqn_of(n): float(v) for n, v in trace.scalars.items() if is_step(n)}
 
 
@@ -259,7 +274,8 @@ def optimizer_steps(trace: Trace) -> dict[str, float]:
 
 
 def options_by_parameter(trace: Trace) -> dict[str, dict[str, object]]:
-    """Return {FQN: options of its param group}, without those that only say how the optimizer computes."""
+    """Return {FQN: {option: value} of its param group}, without options that do not change the result, such as
+    fused."""
     out: dict[str, dict[str, object]] = {}
     for group in trace.groups:
         chosen = {k: v for k, v in group.items() if k not in _HOW}
@@ -272,7 +288,7 @@ def option_differences(
     reference: Trace, got: Trace
 ) -> tuple[dict[str, dict[str, tuple[object, object]]], list[str], list[str]]:
     """Compare param groups: ({option: {FQN: (expected, found)}}, FQNs only in the reference's optimizer, FQNs only in
-    this one).
+    `got`'s).
 
     An option that one side lacks is MISSING there; of those that torch itself writes, only if both ran the same torch.
     """
@@ -292,8 +308,8 @@ def option_differences(
 
 
 def ignored_options(reference: Trace, got: Trace) -> list[str]:
-    """List the options of torch's optimizers that one side lacks and that were not compared, since it ran another
-    torch."""
+    """List the options of torch's optimizers that only one side has and that were not compared, since the other ran
+    another version of torch."""
     if _same_version(reference, got, "torch"):
         return []
     theirs, ours = options_by_parameter(reference), options_by_parameter(got)
@@ -302,16 +318,16 @@ def ignored_options(reference: Trace, got: Trace) -> list[str]:
 
 
 def _same_version(reference: Trace, got: Trace, package: str) -> bool:
-    """Tell whether both sides ran the same version of a package."""
+    """Tell whether both sides ran the same version of a package, such as "torch"."""
     return reference.environment.get(package) == got.environment.get(package)
 
 
 def config_differences(reference: Mapping[str, object], got: Mapping[str, object]) -> dict[str, tuple[object, object]]:
     """Compare two configurations of a model: {key: (expected, found)}, with dots in keys that are nested.
 
-    Keys that do not affect the computation are left out. A key that one side lacks is MISSING there, unless its value
-    is None, False or empty, or `ignored_config_keys` has it. rope_theta is the same at the top and in rope_parameters,
-    where transformers 5 has it.
+    Keys that do not affect the computation are left out. A key that one side lacks has the value MISSING there; it is
+    left out if its value is None, False or empty, or if `ignored_config_keys` lists it. rope_theta is the same at the
+    top and in rope_parameters, where transformers 5 has it.
     """
     a, b, aside = _flatten_config(reference), _flatten_config(got), set(ignored_config_keys(reference, got))
     return {
@@ -322,8 +338,11 @@ def config_differences(reference: Mapping[str, object], got: Mapping[str, object
 
 
 def ignored_config_keys(reference: Mapping[str, object], got: Mapping[str, object]) -> list[str]:
-    """List the keys that one side lacks and that are not compared: versions of transformers differ in which defaults
-    they write."""
+    """List the keys of two model configurations that only one has and that are not compared; [] where both are of one
+    version of transformers.
+
+    Versions differ in which defaults they write.
+    """
     if reference.get("transformers_version") == got.get("transformers_version"):
         return []
     a, b = _flatten_config(reference), _flatten_config(got)
@@ -331,7 +350,8 @@ def ignored_config_keys(reference: Mapping[str, object], got: Mapping[str, objec
 
 
 def _flatten_config(config: Mapping[str, object], at: str = "") -> dict[str, object]:
-    """Flatten the compared keys of a configuration, those of nested ones behind a dot; `at` is what they begin with."""
+    """Return {key: value} of the compared keys of a configuration, with dots in those that are nested; `at` is put
+    before every key."""
     out: dict[str, object] = {}
     for key, value in config.items():
         if key in _SILENT or "drop" in key:  # the runner sets dropout to 0; whether it is active is in the trace
@@ -347,7 +367,7 @@ def _flatten_config(config: Mapping[str, object], at: str = "") -> dict[str, obj
 
 
 def tied_groups(trace: Trace) -> set[frozenset[str]]:
-    """Return the set of names of each parameter that has more than one."""
+    """Return the FQNs of each parameter that has more than one, as a set for each."""
     return {frozenset(group) for group in trace.tied if len(group) > 1}
 
 
@@ -355,7 +375,7 @@ def tied_groups(trace: Trace) -> set[frozenset[str]]:
 
 
 def job_obstacle(reference: Trace, got: Trace) -> str | None:
-    """Say why run and reference would differ even with the same state; None if they should not."""
+    """Return a text that says why run and reference would differ even with the same state; None if they should not."""
     if got.failed is not None:
         return "the checkpoint could not be loaded"
     if reference.failed is not None:
@@ -369,7 +389,7 @@ def job_obstacle(reference: Trace, got: Trace) -> str | None:
 
 
 def _short_dtype(name: str | None) -> str | None:
-    """Return the short name of a dtype, "bf16" of "torch.bfloat16"; None if it is not known."""
+    """Return the short name of a dtype, "bf16" for "torch.bfloat16"; None if `name` is None or ""."""
     if not name:
         return None
     short = {"bfloat16": "bf16", "float16": "fp16", "half": "fp16", "float32": "fp32", "float": "fp32"}
@@ -378,26 +398,31 @@ def _short_dtype(name: str | None) -> str | None:
 
 
 def common_steps(reference: Trace, got: Trace) -> list[tuple[Step, Step]]:
-    """Pair the steps that both traces have: (expected, found)."""
+    """Return the steps that both traces have, in order: [(expected, found)]."""
     theirs = {s.step: s for s in reference.steps}
     return [(theirs[s.step], s) for s in got.steps if s.step in theirs]
 
 
 def first_common_step(reference: Trace, got: Trace) -> tuple[Step, Step] | None:
-    """Pair the first step after loading with the reference's: (expected, found); None if that does not have it."""
+    """Return the first step after loading on both sides, (expected, found); None if the reference does not have it."""
     return next(((a, b) for a, b in common_steps(reference, got) if b is got.steps[0]), None)
 
 
 def tensor_deviations(
     reference: Trace, got: Trace, expected: Step, found: Step, updates: bool, floor: float
 ) -> tuple[dict[str, tuple[float, float, float]], int]:
-    """Measure how gradients or updates of single tensors deviate: ({FQN: (deviation, expected, found)}, number left
-    out).
+    """Measure how gradients or updates of single tensors deviate in a step: ({FQN: (deviation, expected norm, found
+    norm)}, number left out).
 
     Deviations are relative to the tensor's norm in the reference, or to `floor` times the norm of all, if that is
     larger; of updates to some quanta of the parameter (`bounds.QUANTA`), if that is. Gradients below that on both sides
     are rounding noise; they are left out, and so are the updates of such tensors, which Adam makes from the noise. A
     tensor that one side lacks counts as zero there, unless it is tied and has another name.
+
+    Args:
+        expected, found: the step of the reference, and that of `got`.
+        updates: compare updates; if False, gradients.
+        floor: part of the whole norm below which a gradient is noise.
     """
     theirs, ours = (expected.updates, found.updates) if updates else (expected.grads, found.grads)
     whole = math.sqrt(sum(v * v for v in theirs.values() if math.isfinite(v)))
@@ -431,17 +456,23 @@ def tensor_deviations(
 
 
 def _norm_of(name: str, norms: Mapping[str, float], tied: Sequence[Sequence[str]]) -> float | None:
-    """Look up the norm of a tensor under any of its tied names; None if there is none."""
+    """Return the norm of a tensor, which may be under any of its tied names; None if there is none.
+
+    Args:
+        norms: {FQN: norm}.
+        tied: the FQNs of each parameter that has several.
+    """
     if name in norms:
         return norms[name]
     return next((norms[a] for a in _names_if_tied(name, tied) if a in norms), None)
 
 
 def rates_by_group(reference: Trace, got: Trace, a: Step, b: Step) -> list[tuple[str, float, float]]:
-    """Pair the learning rates of a step by param group: (group, expected, found).
+    """Pair the learning rates of a step by param group: [(name of the group for people, expected, found)].
 
     Groups are matched by their parameters if both sides list them, since their order may differ; else by position.
-    Lists of different lengths are compared as sets of values: a missing value is NaN.
+    Lists of different lengths are compared as sets of values: a missing value is NaN. `a` is the step of the reference,
+    `b` that of `got`.
     """
     x, y = a.learning_rates or [], b.learning_rates or []
     sides = []
@@ -460,7 +491,11 @@ def rates_by_group(reference: Trace, got: Trace, a: Step, b: Step) -> list[tuple
 
 
 def non_finite_values(step: Step) -> Iterator[tuple[str, float]]:
-    """Yield what is NaN or infinite in a step, with its value: loss, norms, gradients, updates, in this order."""
+    """Yield (what, value) for each number of a step that is NaN or infinite: loss, norms, gradients, updates, in this
+    order.
+
+    `what` is such as "loss" or "gradient of <FQN>".
+    """
     for what, value in (("loss", step.loss), ("grad_norm", step.grad_norm), ("update_norm", step.update_norm)):
         if value is not None and not math.isfinite(value):
             yield what, value

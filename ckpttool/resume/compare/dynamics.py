@@ -61,8 +61,10 @@ class _Worst:
 
 
 def _data_obstacle(reference: Trace, got: Trace) -> str | None:
-    """Say why the batches are not expected to be the same; None if they are. If the first batches are equal, file names
-    do not matter."""
+    """Return a text that says why the batches are not expected to be the same; None if they are.
+
+    If the first batches are equal, file names do not matter.
+    """
     both = common_steps(reference, got)
     if both and both[0][0].batch is not None and both[0][0].batch == both[0][1].batch:
         return None
@@ -78,7 +80,7 @@ def _data_obstacle(reference: Trace, got: Trace) -> str | None:
 
 
 def _randomness_obstacle(reference: Trace, got: Trace) -> str | None:
-    """Say why the random numbers of the two runs differ; None if they do not."""
+    """Return a text that says why the random numbers of the two runs differ; None if they do not."""
     dropout, drawn = reference.dropout or got.dropout, got.environment.get("random")
     if not dropout and not drawn:
         return None
@@ -109,6 +111,11 @@ class StepComparison:
     limits: Mapping[str, Bound]
 
     def __post_init__(self) -> None:
+        """Pair the steps, and choose the floor below which gradients are rounding noise.
+
+        Raises:
+            UsageError: there is no such profile.
+        """
         self.pairs = common_steps(self.reference, self.got)
         column = table.choose_column(self.profile, self.reference, self.got)
         tight = column.startswith("fp32") or column.endswith("held")
@@ -117,7 +124,8 @@ class StepComparison:
         self.floor = table.NOISE_FLOOR["fp32" if tight else loose]
 
     def _steps_of_stage(self, stage: str) -> list[tuple[int, Step, Step]]:
-        """List the steps of a stage, "step1" or "steps": (how many steps after loading, expected, found)."""
+        """Return the common steps of a stage, "step1" or "steps": [(number of the step after loading, from 1; expected;
+        found)]."""
         if not self.got.steps:
             return []
         first = self.got.steps[0].step
@@ -125,7 +133,8 @@ class StepComparison:
         return [p for p in part if (p[0] == 1) == (stage == "step1")]
 
     def _no_common_step(self, stage: str) -> str | None:
-        """Say why run and reference have no step of this stage in common; None if they have one."""
+        """Return a text that says why run and reference have no step of a stage ("step1" or "steps") in common; None if
+        they have one."""
         if self.got.failed is not None:
             return "the checkpoint could not be loaded"
         if self.reference.failed is not None:
@@ -147,7 +156,8 @@ class StepComparison:
         return None
 
     def _numbers_obstacle(self, stage: str) -> str | None:
-        """Say why the numbers of a stage cannot be compared; None if they can."""
+        """Return a text that says why the numbers of a stage ("step1" or "steps") cannot be compared; None if they
+        can."""
         if why := self._no_common_step(stage) or job_obstacle(self.reference, self.got):
             return why
         a, b = self.reference, self.got
@@ -156,7 +166,13 @@ class StepComparison:
         return _data_obstacle(a, b) or _randomness_obstacle(a, b)
 
     def measure_deviations(self, stage: str, signal: str) -> list[_Worst]:
-        """Measure the deviations of a signal in every step of a stage in which both sides have it."""
+        """Measure the deviations of a signal in every step of a stage in which both sides have it; [] if steps cannot
+        be compared.
+
+        Args:
+            stage: "step1" or "steps".
+            signal: one of `bounds.SIGNALS`.
+        """
         if self._numbers_obstacle(stage):
             return []
         out = []
@@ -176,7 +192,8 @@ class StepComparison:
         return out
 
     def checks(self) -> list[Check]:
-        """Make the checks of the stages "step 1" and "steps"."""
+        """Make the checks of the first step after loading and of the later ones: batches, learning rates and the
+        signals."""
         out = []
         for stage in ("step1", "steps"):
             out += [self._check_batches(stage), self._check_rates(stage)]
@@ -184,8 +201,11 @@ class StepComparison:
         return out
 
     def envelope(self) -> dict[str, list[float]]:
-        """Return the bounds of the common steps, {"loss": [...], "grad_norm": [...], "update_norm": [...]}; lists are
-        empty if the steps are not compared."""
+        """Return the bounds of the common steps, {"loss": [bound of each step], "grad_norm": [...], "update_norm":
+        [...]}.
+
+        Lists are empty if the steps are not compared.
+        """
         out: dict[str, list[float]] = {}
         for signal in ("loss", "grad_norm", "update_norm"):
             out[signal] = []
@@ -200,7 +220,7 @@ class StepComparison:
         return out
 
     def _check_signal(self, stage: str, signal: str) -> Check:
-        """Check one signal in one stage: the step counts that uses most of its bound."""
+        """Check one signal ("loss") in one stage ("step1" or "steps"): the step counts that uses most of its bound."""
         name = f"{stage}.{signal}"
         bound = self.limits[name]
         if why := self._numbers_obstacle(stage):
@@ -229,7 +249,7 @@ class StepComparison:
         return Check.of(name, worst.deviation <= most, what, worst.deviation, most, bound.source, shown)
 
     def _explain_lacking(self, stage: str, signal: str) -> str:
-        """Say which side lacks a signal, and how to record it."""
+        """Return a text that says which side lacks a signal in a stage, and how to record it."""
         attribute = {"worst_grad": "grads", "worst_update": "updates"}.get(signal, signal)
         bare = [a for _, a, _ in self._steps_of_stage(stage) if getattr(a, attribute) in (None, {}, [])]
         who = "the reference" if bare else "the run"
@@ -237,7 +257,7 @@ class StepComparison:
         return f"{who} does not have {_WORDS[signal]}{hint}"
 
     def _check_batches(self, stage: str) -> Check:
-        """Check that both sides had the same batches."""
+        """Check that both sides had the same batches in a stage ("step1" or "steps")."""
         name = f"{stage}.batch"
         if why := self._no_common_step(stage) or _data_obstacle(self.reference, self.got):
             return Check.unknown(name, why)
@@ -253,7 +273,7 @@ class StepComparison:
         return Check.of(name, False, text, len(wrong), 0, "exact", f"step {wrong[0]}")
 
     def _check_rates(self, stage: str) -> Check:
-        """Check that both sides had the same learning rates."""
+        """Check that both sides had the same learning rates in a stage ("step1" or "steps")."""
         name = f"{stage}.learning_rates"
         if why := self._no_common_step(stage):
             return Check.unknown(name, why)
@@ -273,12 +293,13 @@ class StepComparison:
 
 
 def count_marks(step: Step) -> Counter[str]:
-    """Count the marks of the rows of a step, over all ranks."""
+    """Count the marks (8 characters that stand for a row of tokens) of a step, over all ranks: {mark: how often}."""
     return Counter(chain.from_iterable(split_marks(step.rows)))
 
 
 def count_common_rows(expected: Step, got: Step) -> tuple[int, int] | None:
-    """Count (rows of a step that are the reference's, its rows); None if rows were not recorded."""
+    """Count the rows of a step: (those that the reference's step has, too; all of `got`); None if rows were not
+    recorded."""
     if not expected.rows or not got.rows:
         return None
     ours = count_marks(got)

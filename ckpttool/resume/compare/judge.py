@@ -81,17 +81,28 @@ class Judgement(NamedTuple):
 
     @property
     def unsure(self) -> bool:
-        """Tell whether nothing fails but numbers of later steps or the first update, as they also do in a job that
-        amplifies every rounding: Muon orthogonalises its updates in bf16, and Adagrad makes full-size updates of
-        rounding noise."""
+        """Tell whether nothing fails but numbers of later steps or the first update, and the noise was not measured
+        yet.
+
+        They also fail in a correct job that amplifies every rounding: Muon orthogonalises its updates in bf16, and
+        Adagrad makes full-size updates of rounding noise.
+        """
         failed = self.failed
         numbers = (c.source in ("measured", "given") and (c.stage == "steps" or c.name in _UPDATES) for c in failed)
         return self.noise is None and bool(failed) and not self.random and all(numbers)
 
 
 def judge_runs(traces: Mapping[str, Trace], recorded: Trace | None, profile: str) -> Judgement:
-    """Judge the run "candidate" by the run "reference" or the recorded one. "noise" is a second run of the
-    reference."""
+    """Judge the run "candidate" by the run "reference", or else by the recorded reference.
+
+    Args:
+        traces: {"candidate": trace, ...}; "noise" is a second run of the reference, which measures the noise.
+        recorded: the recorded reference; None if there is none.
+        profile: a key of `bounds.PROFILES`.
+
+    Raises:
+        UsageError: there is no such profile.
+    """
     got, reference = traces["candidate"], traces.get("reference") or recorded
     noise: dict[str, float] | None = None
     if "noise" in traces:
@@ -105,10 +116,10 @@ def judge(
     """Judge a run.
 
     Args:
-        reference: what the job should have done; None leaves what can be told from the run alone.
+        reference: what the job should have done; with None, only what can be told from the run alone is judged.
         got: the run.
-        profile: one of `bounds.PROFILES`.
-        noise: what `measure_noise` gave for two runs of this job; widens bounds.
+        profile: a key of `bounds.PROFILES`.
+        noise: what `measure_noise` gave for two runs of this job; widens bounds. None if it was not measured.
 
     Raises:
         UsageError: there is no such profile.
@@ -140,8 +151,10 @@ def judge(
 
 
 def measure_noise(a: Trace, b: Trace) -> dict[str, float]:
-    """Measure {name of a check: deviation} between two runs of one job; what both have not is left out, NaN is
-    infinite."""
+    """Measure how far two runs of one job differ: {name of a check: largest deviation}.
+
+    What one of them does not have is left out; a deviation that is NaN counts as infinite.
+    """
     every: dict[str, list[float]] = {}
     found = run_checks.compare_logits(a, b)
     if not isinstance(found, str):

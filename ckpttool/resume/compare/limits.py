@@ -49,7 +49,8 @@ PEAKS: tuple[tuple[str, float, str], ...] = (
 
 
 def peak_flops(device: str | None) -> float | None:
-    """Look up the peak of a device in dense bf16, in FLOP/s, by its CUDA device name; None if it is not in the list."""
+    """Return the peak of a device in dense bf16, in FLOP/s, by its CUDA device name; None if it is not in the list, or
+    `device` is None."""
     for pattern, flops, _ in PEAKS:
         if device and re.search(pattern, device):
             return flops
@@ -57,7 +58,8 @@ def peak_flops(device: str | None) -> float | None:
 
 
 def compute_metrics(trace: Trace, peak_tflops: float | None = None) -> dict[str, float]:
-    """Compute speed and memory of a run, as far as known; each key of the result ends in its unit.
+    """Compute speed and memory of a run, {"step_seconds": 0.5, ...}, as far as known; keys end in their unit, "mfu" is
+    from 0 to 1.
 
     step_seconds is the median without the first step, which warms up. Memory is that of the rank that took most;
     headroom_gib is what is left on the fullest device.
@@ -95,7 +97,7 @@ def compute_metrics(trace: Trace, peak_tflops: float | None = None) -> dict[str,
 
 
 def _tokens_per_step(trace: Trace) -> float | None:
-    """Return the tokens of one step, over all ranks; None if that is not known."""
+    """Return the tokens of one step, over all ranks; None if they are not known."""
     if trace.global_batch and trace.sequence:
         return float(trace.global_batch * trace.sequence)
     known = [s.tokens for s in trace.steps if s.tokens]
@@ -103,13 +105,14 @@ def _tokens_per_step(trace: Trace) -> float | None:
 
 
 def _device_name(trace: Trace) -> str | None:
-    """Return the CUDA name of the device; without one the kind of device, None if nothing is known."""
+    """Return the CUDA name of the run's device; without one "cuda" or "cpu", None if nothing is known."""
     name = trace.environment.get("gpu") or trace.device
     return str(name) if name else None
 
 
 def _peak_flops_of_run(trace: Trace) -> float | None:
-    """Look up the peak of the run's device; None for fp32, which has another peak, as has TF32."""
+    """Return the peak of the run's device in dense bf16, in FLOP/s; None if it is not known, or the run is not in
+    bf16."""
     if trace.dtype is None or compute_precision(None, trace) != "bf16":
         return None  # fp32 has another peak, TF32 yet another
     return peak_flops(_device_name(trace))
@@ -124,7 +127,12 @@ def check_gates(
     max_step_seconds: float | None = None,
     max_load_seconds: float | None = None,
 ) -> list[Check]:
-    """Check each limit that is not None. If its number is not known, the gate fails."""
+    """Check each limit that is not None. If its number is not known, the gate fails.
+
+    Args:
+        metrics: what `compute_metrics` returned for the run.
+        min_mfu: from 0 to 1. The other limits are in the unit that their names end in.
+    """
     out = []
     for name, key, limit, unit in (
         ("min_mfu", "mfu", min_mfu, ""),
@@ -156,7 +164,8 @@ _WHAT = {
 
 
 def _explain_unknown(trace: Trace, key: str) -> str:
-    """Say why a number is not known, and which option would help."""
+    """Return a text that says why a number is not known, and which option would help; `key` is that of
+    `compute_metrics`."""
     if key == "reserved_gib":
         return "no rank reported the memory of a device; run on GPUs"
     if key == "load_seconds":

@@ -28,13 +28,13 @@ Shapes = Mapping[str, tuple[int, ...]]
 def compare_names(stored: Shapes, live: Shapes, tied: Sequence[Sequence[str]]) -> MisfitRecord:
     """Compare the names and shapes of the model in a checkpoint with those in a job.
 
+    In the result, `prefix` is what all names of the checkpoint begin with, if without it they and their shapes are
+    those of the job, else ""; `job_prefix` is the same for the names of the job. `rows` is [found, wanted] if that many
+    rows are all that differs. `adapter` says what LoRA the checkpoint holds, if it holds no other weights.
+
     Args:
         stored, live: {FQN: shape} of the checkpoint's model and of the job's.
         tied: the names of each parameter of the job that has several.
-
-    `prefix` is what all names of the checkpoint begin with, if without it they and their shapes are those of the job;
-    `job_prefix` the same the other way round. `rows` is [found, wanted] if that many rows are all that differs.
-    `adapter` says what LoRA the checkpoint holds, if it holds no other weights.
     """
     missing = [n for n in live if n not in stored]
     surplus = [n for n in stored if n not in live]
@@ -69,12 +69,17 @@ def _common_prefixes(names: Iterable[str]) -> list[str]:
 
 
 def _strip_prefix(names: Shapes, prefix: str) -> dict[str, tuple[int, ...]]:
-    """Take a prefix off all names."""
+    """Return {name without the prefix: shape}; a name that does not begin with it stays."""
     return {n.removeprefix(prefix): shape for n, shape in names.items()}
 
 
 def _fits(stored: Shapes, live: Shapes, tied: Sequence[Sequence[str]]) -> bool:
-    """Tell whether names and shapes of a checkpoint are those of a job, where tied parameters need one name only."""
+    """Tell whether names and shapes of a checkpoint are those of a job, where tied parameters need one name only.
+
+    Args:
+        stored, live: {FQN: shape} of the checkpoint's model and of the job's.
+        tied: the FQNs of each parameter of the job that has several.
+    """
     others = {n: set(group) for group in tied for n in group}
     return all(live.get(n) == shape for n, shape in stored.items()) and all(
         n in stored or any(m in stored for m in others.get(n, ())) for n in live
@@ -82,8 +87,11 @@ def _fits(stored: Shapes, live: Shapes, tied: Sequence[Sequence[str]]) -> bool:
 
 
 def does_not_fit(reference: Trace | None, got: Trace) -> bool:
-    """Tell whether loading failed because checkpoint and job are of different models, and nothing of the reference was
-    lost."""
+    """Tell whether loading failed because checkpoint and job are of different models, and not because the checkpoint
+    lost something that the reference has.
+
+    `reference` is None if there is none.
+    """
     if got.failed is None or got.misfit is None:
         return False
     if reference is None or reference.failed is not None:
@@ -98,7 +106,8 @@ def does_not_fit(reference: Trace | None, got: Trace) -> bool:
 
 
 def describe_misfit(got: Trace) -> str:
-    """Say what does not fit, and what would make it fit."""
+    """Return a text about what does not fit, and what would make it fit. `got` is a run whose load failed for that
+    reason."""
     how: MisfitRecord = got.misfit or {"missing": [], "surplus": [], "shapes": {}}
     if adapter := how.get("adapter"):
         return (

@@ -35,7 +35,9 @@ def list_not_verified(reference: Trace | None, got: Trace, checks: Sequence[Chec
     """List in short sentences what the run did not verify, what matters most first.
 
     Args:
-        reference, got, checks: as `judge` had and gave them.
+        reference: None if there is none.
+        got: the run.
+        checks: the checks of `judge` for these two.
     """
     if got.failed is not None:
         return ["everything after loading: the checkpoint could not be loaded", *_unread_files(got)]
@@ -53,7 +55,7 @@ def list_not_verified(reference: Trace | None, got: Trace, checks: Sequence[Chec
 
 
 def _same_job(reference: Trace | None, got: Trace) -> Iterator[str]:
-    """Say what faults both runs would share."""
+    """Yield a sentence about the faults that both runs would share, or that there is no reference."""
     if reference is None:
         yield "whether training goes on as before: there is no reference"
     elif not is_recording(reference):
@@ -68,7 +70,7 @@ def _same_job(reference: Trace | None, got: Trace) -> Iterator[str]:
 
 
 def _switched_off(got: Trace) -> Iterator[str]:
-    """Say which randomness of the forward pass did not take part."""
+    """Yield sentences about the randomness of the forward pass that did not take part."""
     if got.dropout_off:
         yield f"dropout (probability up to {got.dropout_off:g}): it was switched off"
     if got.environment.get("random") == "seeded":
@@ -78,7 +80,7 @@ def _switched_off(got: Trace) -> Iterator[str]:
 
 
 def _copies_not_saved(got: Trace) -> Iterator[str]:
-    """Say which tensors' copies the round trip cannot vouch for."""
+    """Yield a sentence about the tensors whose copies the round trip, a save and a load, cannot vouch for."""
     if apart := got.roundtrip.get("apart"):
         yield (
             f"whether a save keeps every rank's own copy of {count_noun(len(apart), 'tensor')}, first "
@@ -87,7 +89,7 @@ def _copies_not_saved(got: Trace) -> Iterator[str]:
 
 
 def _idle_scheduler(reference: Trace | None, got: Trace) -> Iterator[str]:
-    """Say that the scheduler was not seen at work, and where the rates come from."""
+    """Yield a sentence that the scheduler was not seen at work, and where the learning rates come from, if so."""
     waits = bool(got.environment.get("scheduler_waits"))
     if waits or (
         got.scheduler is None and any(side_state_of(t, "scheduler") for t in (got, reference) if t is not None)
@@ -101,7 +103,8 @@ def _idle_scheduler(reference: Trace | None, got: Trace) -> Iterator[str]:
 
 
 def _perhaps_lost(reference: Trace | None, got: Trace, checks: Sequence[Check]) -> Iterator[str]:
-    """Say what the checkpoint holds none of, where a recording does not tell whether the checkpoint of its job did."""
+    """Yield sentences about what the checkpoint holds none of, where a recording does not tell whether its job's
+    checkpoint did."""
     if reference is None or not is_recording(reference):
         return
     if reference.generators and not side_state_of(got, "rng"):
@@ -116,7 +119,8 @@ def _perhaps_lost(reference: Trace | None, got: Trace, checks: Sequence[Check]) 
 
 
 def _unused_state(reference: Trace | None, got: Trace) -> Iterator[str]:
-    """Say what the checkpoint holds and this job does not use, so that at most the stored values were compared."""
+    """Yield sentences about what the checkpoint holds and this job does not use, so that at most the stored values were
+    compared."""
     held = {c: what for c, what in _BESIDE.items() if side_state_of(got, c)}
     if got.environment.get("rng_restored"):
         held.pop("rng", None)
@@ -138,7 +142,7 @@ def _unused_state(reference: Trace | None, got: Trace) -> Iterator[str]:
 
 
 def _unread_files(got: Trace) -> Iterator[str]:
-    """Say which files beside the checkpoint were not read."""
+    """Yield a sentence about the files beside the checkpoint that were not read, if there are any."""
     if got.unread:
         yield (
             "files beside the checkpoint that were not read: "
@@ -147,7 +151,8 @@ def _unread_files(got: Trace) -> Iterator[str]:
 
 
 def _partly_compared(reference: Trace | None, got: Trace) -> Iterator[str]:
-    """Say which tensors, keys of the configuration and options of param groups were left out of comparisons."""
+    """Yield sentences about tensors, keys of the configuration and options of param groups that were left out of
+    comparisons."""
     if got.stored:
         tied = {n for group in got.tied for n in group}
         rest = [n for n in got.state if n not in got.stored and fqn_of(n) not in tied]
@@ -170,7 +175,7 @@ def _partly_compared(reference: Trace | None, got: Trace) -> Iterator[str]:
 
 
 def _checks_not_judged(checks: Sequence[Check]) -> Iterator[str]:
-    """Name the checks that could not be judged, those with one reason together."""
+    """Yield a sentence for each reason why checks could not be judged, with their names."""
     by: dict[str, list[str]] = {}
     for c in checks:
         if c.verdict == "not comparable":
@@ -180,5 +185,5 @@ def _checks_not_judged(checks: Sequence[Check]) -> Iterator[str]:
 
 
 def _one_line(names: str, why: str) -> str:
-    """Put names and a reason into one printable line."""
+    """Return names and a reason as one printable line."""
     return f"{escape_unprintable(names)}: {escape_unprintable(why, 80)}"

@@ -37,8 +37,11 @@ SPIKE = 10.0
 
 
 def compare_logits(reference: Trace, got: Trace) -> tuple[float, float | None, float | None] | str:
-    """Compare the probes' logits: (relative L2, largest absolute difference, mean KL divergence), or why they cannot be
-    compared. Of a recorded sketch, only the first is known, and the others are None."""
+    """Compare the logits of two probes: (relative L2 distance, largest absolute difference, mean KL divergence).
+
+    A text is returned instead if they cannot be compared, and says why. Of a recorded sketch only the first number is
+    known; the others are None. All are NaN if a logit is.
+    """
     import numpy as np
 
     if reference.probe.get("sketch"):
@@ -77,8 +80,11 @@ def compare_logits(reference: Trace, got: Trace) -> tuple[float, float | None, f
 
 
 def _compare_sketches(reference: Trace, got: Trace) -> tuple[float, None, None] | str:
-    """Compare the sketch of a run's logits with a recorded one: (relative L2, None, None), or why that cannot be
-    done."""
+    """Compare the sketch (a random projection) of a run's logits with a recorded one: (relative L2 distance, None,
+    None).
+
+    A text is returned instead if that cannot be done, and says why.
+    """
     ours = got.probe.get("recorded") or {"skipped": "the run did not compute the logits of the recorded rows"}
     if "skipped" in ours:
         return f"this job could not compute the logits of the recorded rows: {ours['skipped']}"
@@ -102,7 +108,7 @@ def _compare_sketches(reference: Trace, got: Trace) -> tuple[float, None, None] 
 
 
 def _log_softmax(x: Any) -> Any:
-    """Compute the logarithm of the softmax of each row."""
+    """Compute the logarithm of the softmax of each row of a 2-d array."""
     import numpy as np
 
     x = x - x.max(axis=1, keepdims=True)
@@ -110,7 +116,7 @@ def _log_softmax(x: Any) -> Any:
 
 
 def check_probe(reference: Trace, got: Trace, bound: Bound) -> Check:
-    """Check the logits of the probe against the reference's."""
+    """Check that the logits of the probe deviate from the reference's by no more than a bound."""
     name = "probe.logits"
     found = compare_logits(reference, got)
     if isinstance(found, str):
@@ -157,7 +163,7 @@ def check_ranks(got: Trace) -> Check:
 
 
 def _losses_by_value(losses: Sequence[float]) -> str:
-    """Say which ranks report which loss."""
+    """Return a text about which ranks report which loss; `losses` are those of each rank."""
     ranks: dict[str, list[int]] = {}
     for rank, x in enumerate(losses):
         ranks.setdefault(repr(x), []).append(rank)
@@ -165,7 +171,7 @@ def _losses_by_value(losses: Sequence[float]) -> str:
 
 
 def check_finite(got: Trace) -> Check:
-    """Check that losses and norms are finite."""
+    """Check that the losses and norms of all steps are finite."""
     name = "run.finite"
     if not got.steps:
         return Check.unknown(name, "no step was run")
@@ -181,8 +187,8 @@ def check_finite(got: Trace) -> Check:
 
 
 def check_spike(reference: Trace | None, got: Trace) -> Check:
-    """Check the largest grad norm relative to the reference's in the same step, or else to the median of the steps
-    before."""
+    """Check that no grad norm is more than ten times the usual one: the reference's of the same step, or else the
+    median of the steps before."""
     name = "run.spike"
     theirs = {s.step: s.grad_norm for s in reference.steps} if reference is not None else {}
     before: list[float] = []
@@ -206,7 +212,8 @@ def check_spike(reference: Trace | None, got: Trace) -> Check:
 
 
 def check_dead(reference: Trace | None, got: Trace) -> Check:
-    """Check that there is a gradient in every step, or in every step in which the reference has one."""
+    """Check that there is a gradient in every step, or in every step in which the reference has one; `reference` is
+    None if there is none."""
     name = "run.dead"
     known = [s for s in got.steps if s.grad_norm is not None]
     if not known:

@@ -53,17 +53,17 @@ class SideStateDiff:
 
     @property
     def problems(self) -> list[str]:
-        """List what is wrong, by name; the missing ones last."""
+        """A text for each value that differs or is missing; the missing ones last."""
         return [*self.changes, *(f"{n} is missing" for n in self.missing)]
 
     @property
     def changes(self) -> list[str]:
-        """Say how the found ones differ, by name."""
+        """A text for each value that differs, such as "scheduler.last_epoch is 3 and was 4"."""
         return [_describe_change(n, *two) for n, two in self.found.items()]
 
 
 def _describe_change(name: str, expected: object, found: object) -> str:
-    """Say how a value differs; of long lists only the first difference is shown."""
+    """Return a text about how a value differs; of long lists only the first difference is shown."""
     if type(expected) is type(found) is list and max(len(expected), len(found)) > _FEW:
         if len(expected) != len(found):
             return f"{name} has {len(found)} values and had {len(expected)}"
@@ -89,7 +89,10 @@ class Marked(NamedTuple):
 
 
 def side_state_of(trace: Trace, component: str) -> dict[str, object]:
-    """Return {name: value, or Marked} of a component beside model and optimizer, without what means nothing later."""
+    """Return {name: plain value, or Marked for arrays} of a component beside model and optimizer, such as "scheduler".
+
+    What means nothing after a step is left out.
+    """
     out: dict[str, object] = {n: v for n, v in trace.values.items() if n.partition(".")[0] == component}
     out.update((n, Marked(*m)) for n, m in trace.others.items() if n.partition(".")[0] == component)
     if out.get(component) in ([], (), {}):
@@ -101,8 +104,8 @@ def side_state_of(trace: Trace, component: str) -> dict[str, object]:
 def compare_side_state(reference: Trace, got: Trace, component: str) -> SideStateDiff:
     """Compare a component beside model and optimizer, such as "scheduler" or "rng".
 
-    Nothing is compared if a recording has none of it, or has it of another step. Random states are compared with those
-    of the recorded ranks, under whatever names the checkpoint has them, unless the recording has them by name.
+    Nothing is compared if the reference is a recording that has none of it, or has it of another step. A recording
+    without random states by name has those of each rank; the checkpoint's are compared with them, whatever their names.
     """
     theirs, ours = side_state_of(reference, component), side_state_of(got, component)
     out = SideStateDiff(held=bool(ours))
@@ -130,8 +133,8 @@ def compare_side_state(reference: Trace, got: Trace, component: str) -> SideStat
 
 
 def _variants_of_ranks(reference: Trace, name: str) -> list[object]:
-    """Return what ranks of a recorded job held under one name, if they did not agree; a checkpoint has what one of them
-    saved."""
+    """Return what the ranks of a recorded job held under one name, if they did not agree, else []; a checkpoint has
+    what one of them saved."""
     found = reference.variants.get(name, [])
     return [Marked(*x) for x in found] if name in reference.others else found
 
@@ -140,8 +143,13 @@ def _compare_random_states(reference: Trace, ours: dict[str, object], every: boo
     """Compare the random states of a checkpoint with those of the recorded ranks.
 
     A state is known by its kind and size. One in the name of a rank must be that rank's; others must be some rank's.
-    More than the recorded generators (one of the data, say) may be there. `every`: the trainer saves those of all
-    ranks, so one that is there alone is what was left.
+    More than the recorded generators (one of the data, say) may be there.
+
+    Args:
+        reference: the recording.
+        ours: {name: value, or Marked} of the checkpoint's random states.
+        every: whether the trainer saves those of all ranks, so that one that is there alone means that the others were
+            lost.
     """
     out = SideStateDiff(held=bool(ours))
     for kind in ("torch", "cuda", "numpy", "python"):
@@ -170,24 +178,27 @@ def _compare_random_states(reference: Trace, ours: dict[str, object], every: boo
 
 
 def _rank_in(name: str, kind: str) -> int | None:
-    """Find the rank in a name: its first number, but for the place of an array within the tuple that is a state of
-    numpy's or Python's. None if there is none."""
+    """Return the rank in the name of a random state: its first number; None if there is none.
+
+    `kind` is "torch", "cuda", "numpy" or "python". States of the last two are tuples, and the place within the tuple is
+    no rank.
+    """
     numbers = re.findall(r"\d+", name.removesuffix(".1") if kind in ("numpy", "python") else name)
     return int(numbers[0]) if numbers else None
 
 
 def is_recording(trace: Trace) -> bool:
-    """Tell whether a trace comes from a Recorder, and not from a run of ours on a checkpoint."""
+    """Tell whether a trace comes from a Recorder, and not from a run of resume-verify on a checkpoint."""
     return trace.layout is None
 
 
 def _digest(x: object) -> str | None:
-    """Return the digest of a mark; None of a plain value."""
+    """Return the digest of a `Marked` array; None for a plain value."""
     return x.digest if isinstance(x, Marked) else None
 
 
 def _is_same_number(a: object, b: object) -> bool:
-    """Tell whether one is a number and the other a tensor of that number alone, as which some layouts keep it."""
+    """Tell whether one is a number and the other a tensor that holds that number alone, as some layouts keep it."""
     number, marked = (b, a) if isinstance(a, Marked) else (a, b)
     if not isinstance(marked, Marked) or isinstance(number, Marked) or marked.shape not in ((), (1,)):
         return False

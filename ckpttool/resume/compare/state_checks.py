@@ -35,7 +35,7 @@ __all__ = ["check_configuration", "check_loaded", "check_own_tying", "check_plau
 
 
 def check_loaded(got: Trace, profile: str) -> Check:
-    """Check that the job holds what the files contain."""
+    """Check that the job holds what the files contain; the profile "relaxed" lets it hold less precise tensors."""
     name = "state.loaded"
     if got.failed is not None:
         return Check.of(name, False, f"the checkpoint could not be loaded into the job: {got.failed}", source="exact")
@@ -57,8 +57,11 @@ def check_loaded(got: Trace, profile: str) -> Check:
 
 
 def check_plausible(got: Trace, reference: Trace | None = None) -> Check:
-    """Check for faults that a state shows by itself. What the reference holds as well, at the same step, is none: parts
-    of a module may have been frozen for some steps."""
+    """Check for faults that a state shows by itself, such as an optimizer whose steps are all 0.
+
+    What the reference holds as well, at the same step, is none: parts of a module may have been frozen for some steps.
+    `reference` is None if there is none.
+    """
     name = "state.plausible"
     if got.failed is not None or (not got.state and not got.scalars):
         return Check.unknown(name, "the run did not record what the job held")
@@ -72,8 +75,11 @@ def check_plausible(got: Trace, reference: Trace | None = None) -> Check:
 
 
 def _implausible_facts(got: Trace) -> list[str]:
-    """List what no training produces. Parameters that never got a gradient have no optimizer state, and those that got
-    fewer gradients have smaller steps."""
+    """Return a text for each fact about a state that no training produces.
+
+    Parameters that never got a gradient have no optimizer state, and those that got fewer gradients have smaller steps;
+    neither is such a fact.
+    """
     problems = [f"{n} is {v}" for n, v in got.scalars.items() if n.startswith("optim.") and not math.isfinite(v)]
     trained = _steps_trained(got)
     steps = {n: v for n, v in optimizer_steps(got).items() if math.isfinite(v)}
@@ -111,7 +117,8 @@ def _steps_trained(trace: Trace) -> int:
 
 
 def _steps_by_module(steps: Mapping[str, float]) -> dict[str, dict[str, float]]:
-    """Group optimizer steps by module within a layer (layers.1.self_attn), whose parameters train together.
+    """Group optimizer steps, {FQN: step}, by module within a layer: {"layers.1.self_attn": {FQN: step}}, whose
+    parameters train together.
 
     Whole layers are not grouped, nor are lists of experts: an expert without tokens gets no gradient.
     """
@@ -129,7 +136,7 @@ def _steps_by_module(steps: Mapping[str, float]) -> dict[str, dict[str, float]]:
 
 
 def check_state(reference: Trace, got: Trace, profile: str) -> list[Check]:
-    """Check names, shapes, fingerprints and scalars against the reference."""
+    """Check names, shapes, fingerprints and scalars of tensors against the reference."""
     names = ("state.names", "state.shapes", "state.digests", "state.scalars")
     why = state_obstacle(reference, got)
     if why is not None:
@@ -206,7 +213,7 @@ _WORDS = {"rng": "random states", "dataloader": "the dataloader's state", "scale
 
 
 def _check_param_groups(reference: Trace, got: Trace) -> Check:
-    """Check the options of each parameter's group, and who is in the optimizer."""
+    """Check the options of each parameter's group, and which parameters are in the optimizer."""
     name = "config.groups"
     theirs, ours = options_by_parameter(reference), options_by_parameter(got)
     if not theirs or not ours:
@@ -233,7 +240,7 @@ def _check_param_groups(reference: Trace, got: Trace) -> Check:
 
 
 def _check_scheduler(reference: Trace, got: Trace) -> Check:
-    """Check that the scheduler's stored state equals the reference's exactly; unknown if there is nothing to
+    """Check that the scheduler's stored state equals the reference's exactly; "not comparable" if there is nothing to
     compare."""
     name = "config.scheduler"
     found = compare_side_state(reference, got, "scheduler")
@@ -251,7 +258,7 @@ def _check_scheduler(reference: Trace, got: Trace) -> Check:
 
 
 def _check_component(reference: Trace, got: Trace, component: str) -> Check:
-    """Check a component that has a check of its own: rng, dataloader, scaler."""
+    """Check a component that has a check of its own: "rng", "dataloader" or "scaler"."""
     name, what = f"config.{component}", _WORDS[component]
     found = compare_side_state(reference, got, component)
     if found.is_lost:
@@ -266,7 +273,7 @@ def _check_component(reference: Trace, got: Trace, component: str) -> Check:
 
 
 def _explain_absent(reference: Trace, got: Trace, component: str, what: str) -> str:
-    """Say why nothing of a component was compared."""
+    """Return a text that says why nothing of a component was compared; `what` is the component in words."""
     if is_recording(reference):
         if reference.start != got.start:
             return f"the reference recorded {what} at step {reference.start}"
@@ -284,7 +291,7 @@ def _explain_absent(reference: Trace, got: Trace, component: str, what: str) -> 
 
 
 def _mention_extra(check: Check, found: SideStateDiff) -> Check:
-    """Add to a check's text what only this side has."""
+    """Return the check; its text is changed to name what only this side has, if there is anything."""
     if found.extra:
         check.text += f"; only here: {list_first(found.extra)}"
     return check
@@ -339,7 +346,7 @@ def _check_tied(reference: Trace, got: Trace) -> Check:
 
 
 def _check_model_config(reference: Trace, got: Trace) -> Check:
-    """Check the model's configuration."""
+    """Check that the model's configuration is the reference's."""
     name = "config.model"
     if reference.config is None or got.config is None:
         who = "the reference" if reference.config is None else "the run"

@@ -60,14 +60,28 @@ class Check:
         source: str = "",
         where: str | None = None,
     ) -> Check:
-        """Make a check whose stage follows from its name. Numbers that are not finite appear only in the text."""
+        """Make a check whose stage follows from its name.
+
+        Args:
+            name: such as "step1.update_norm".
+            verdict: True for "pass", False for "fail", or the word.
+            number, bound: what was found, and what passes at most (or at least); None, or not finite, if they appear
+                only in the text.
+            source: "exact", "measured", "calibrated" or "given": where the bound is from; "" for none.
+            where: the worst tensor or step.
+        """
         word: Word = ("pass" if verdict else "fail") if isinstance(verdict, bool) else verdict
         number, bound = (None if x is None or not math.isfinite(x) else x for x in (number, bound))
         return cls(_STAGES[name.partition(".")[0]], name, word, text, number, bound, source, where)
 
     @classmethod
     def exact(cls, name: str, problems: Sequence[str], good: str, bad: str) -> Check:
-        """Make a check that fails on any problem: problems are names, or names and what is wrong about them."""
+        """Make a check that fails if there is any problem.
+
+        Args:
+            problems: names, or names and what is wrong about them.
+            good, bad: the sentence if there is none, and the one that precedes the problems.
+        """
         if not problems:
             return cls.of(name, True, good, 0, 0, "exact")
         first = problems[0].split(" ")[0]
@@ -76,7 +90,7 @@ class Check:
 
     @classmethod
     def unknown(cls, name: str, why: str) -> Check:
-        """Make a check that could not be judged, and say why."""
+        """Make a check that could not be judged; `why` is its text."""
         return cls.of(name, "not comparable", why)
 
 

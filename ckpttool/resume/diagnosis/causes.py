@@ -46,7 +46,8 @@ __all__ = ["RULES", "find_causes"]
 
 
 def _put_what_failed_first(context: Context) -> None:
-    """Put what is missing before the error of a load, but only if that is about it: then it says more."""
+    """Reorder the causes of a failed load: what is missing goes before the error, but only if that is about it, since
+    it says more."""
     failed = context.got.failed
     if failed is None:
         return
@@ -94,11 +95,16 @@ def find_causes(
     checks: Sequence[Check],
     opened: tuple[OpenCheckpoint, OpenCheckpoint] | None = None,
 ) -> list[Cause]:
-    """Find what is likely wrong, most likely first; nothing where no check of continuity failed.
+    """Find what is likely wrong, most likely first; [] where no check failed but gates.
 
     Args:
-        reference, got, checks: as `judge` had and gave them.
-        opened: the checkpoints that the two traces are of, the reference's first.
+        reference: what the job should have done; None if there is none.
+        got: the run.
+        checks: the checks of `judge` for these two.
+        opened: the checkpoints of the two traces, the reference's first; None if they cannot be read.
+
+    Raises:
+        CkpttoolError: an index of `opened` cannot be read.
     """
     context = Context(reference, got, {c.name: c for c in checks if c.stage != "gate"}, opened)
     if not context.failed:

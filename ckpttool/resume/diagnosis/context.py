@@ -34,7 +34,7 @@ class Context:
 
     @property
     def expected(self) -> Trace:
-        """The reference, for rules that are called only with one."""
+        """The reference, for rules that are called only if there is one."""
         assert self.reference is not None
         return self.reference
 
@@ -43,7 +43,7 @@ class Context:
         return name in self.checks and self.checks[name].verdict == "pass"
 
     def failed_texts(self, *names: str) -> list[str]:
-        """Evidence: the texts of those of these checks that failed."""
+        """Return "name: text" of those of these checks that failed, as evidence."""
         return [f"{n}: {self.failed[n].text}" for n in names if n in self.failed]
 
     def add(
@@ -60,11 +60,13 @@ class Context:
         """Add a cause, less likely than those before it.
 
         Args:
+            kind: what kind of fault it is.
+            text: what is wrong, a sentence.
             evidence: the observations behind it.
-            tensors: the affected tensors.
-            place: where the bytes of the first difference are.
-            name: the option or the dtype that the kind is about.
-            explains: None for what causes of this kind explain.
+            tensors: canonical names of the affected tensors.
+            place: where the bytes of the first difference are; None if not known.
+            name: the option or the dtype that the kind is about; "" for none.
+            explains: the topics that later rules need not explain; None for those of the kind, or else of the tensors.
         """
         if explains is None:
             explains = kind.explains

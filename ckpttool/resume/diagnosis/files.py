@@ -59,8 +59,15 @@ class FaultyFiles:
 
 
 def inspect_tensors(opened: tuple[OpenCheckpoint, OpenCheckpoint], names: Sequence[str]) -> dict[str, Inspected]:
-    """Read how these tensors differ in the files: the first of every slot, then the first ones, then as many as are
-    soon read."""
+    """Read some of these tensors in the files of both checkpoints, and find how they differ: {name: how}.
+
+    First come one of every slot (weights, exp_avg, ...), then the first ones, then as many as are soon read. Tensors of
+    other shapes, too large or damaged ones are left out.
+
+    Args:
+        opened: the reference and the other checkpoint.
+        names: canonical names.
+    """
     left, right = (o.locate() for o in opened)
 
     def readable(n: str, m: str) -> bool:
@@ -71,6 +78,7 @@ def inspect_tensors(opened: tuple[OpenCheckpoint, OpenCheckpoint], names: Sequen
         return _read_array(opened[0], left, n) if 0 < left.tensors[n].nbytes <= _MOST else None
 
     def look(n: str) -> Inspected:
+        """Read a tensor in both checkpoints, and find how and in which files it differs."""
         expected, got = _read_array(opened[0], left, n), _read_array(opened[1], right, n)
         found = compare_tensors(expected, got)
         if found is None:
@@ -113,7 +121,10 @@ def find_faulty_files(
     """Find the one or two files that have every difference, if most of what they hold differs and nothing of any other
     file does; None otherwise.
 
-    `looked` is what `inspect_tensors` gave, and `wrong` are all tensors that differ.
+    Args:
+        opened: the reference and the other checkpoint.
+        looked: what `inspect_tensors` returned.
+        wrong: canonical names of all tensors that differ.
     """
     names = [n for n, found in looked.items() if found.diff is not None]
     if len(names) < _FEWEST:
@@ -137,7 +148,11 @@ def find_faulty_files(
 
 
 def _read_array(opened: OpenCheckpoint, ckpt: Checkpoint, name: str) -> Array:
-    """Read a tensor of the files into an array."""
+    """Read a tensor from the files of a checkpoint into an array of its shape.
+
+    Raises:
+        CkpttoolError: a file cannot be read, or is damaged. TypeError: numpy does not have the dtype.
+    """
     import numpy as np
 
     entry = ckpt.tensors[name]
@@ -150,15 +165,19 @@ def _read_array(opened: OpenCheckpoint, ckpt: Checkpoint, name: str) -> Array:
 
 
 def file_of(ckpt: Checkpoint, name: str, flat: int) -> str | None:
-    """Find the file with an element of a tensor; `flat` is its row-major index. None if no chunk contains it."""
+    """Return the file that holds an element of a tensor; None if no chunk (a stored part of a tensor) contains it.
+
+    `flat` is the row-major index of the element.
+    """
     chunk, _ = _find_chunk(ckpt, name, flat)
     return None if chunk is None else ckpt.files[chunk.extent.file]
 
 
 def place_of(ckpt: Checkpoint, name: str, flat: int) -> str | None:
-    """Say where an element of a tensor is: file, bytes of its chunk, and the rank of the shard if file names tell it.
+    """Return a text about where an element of a tensor is: file, bytes of its chunk, and the rank of the shard if file
+    names tell it.
 
-    `flat` is its row-major index; None if no chunk contains it.
+    None if no chunk (a stored part of a tensor) contains it. `flat` is the row-major index of the element.
     """
     chunk, at = _find_chunk(ckpt, name, flat)
     if chunk is None:
@@ -177,7 +196,11 @@ def place_of(ckpt: Checkpoint, name: str, flat: int) -> str | None:
 
 
 def _find_chunk(ckpt: Checkpoint, name: str, flat: int) -> tuple[Chunk | None, list[int]]:
-    """Find the chunk with an element, None if there is none, and the element's index in each dimension."""
+    """Find where an element of a tensor is stored: (chunk, None if there is none; index of the element in each
+    dimension).
+
+    `flat` is the row-major index of the element.
+    """
     at: list[int] = []
     entry = ckpt.tensors.get(name)
     if entry is None or not entry.numel:
@@ -192,7 +215,7 @@ def _find_chunk(ckpt: Checkpoint, name: str, flat: int) -> tuple[Chunk | None, l
 
 
 def _rank_of_file(file: str) -> int | None:
-    """Find the rank that wrote a file, from the file names of DCP, ZeRO and FSDP1; None if its name does not tell."""
+    """Return the rank that wrote a file, from the file names of DCP, ZeRO and FSDP1; None if its name does not tell."""
     name = file.rpartition("/")[2]
     for pattern in (
         r"^__(\d+)_\d+\.distcp$",

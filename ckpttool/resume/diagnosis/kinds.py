@@ -158,16 +158,18 @@ class TensorKind(Enum):
 
     @property
     def explains(self) -> None:
-        """The topics of its tensors: always None, see `CauseKind`."""
+        """The topics that a cause of this kind explains: always None, for those of its tensors (weights or
+        optimizer)."""
         return None
 
 
 def name_kind(kind: CauseKind | TensorKind, name: str = "") -> str:
-    """Return the name of a kind as in JSON, with the option or dtype that it is about: "option-lr"."""
+    """Return the name of a kind as in JSON, with the option or dtype `name` that it is about: "option-lr"; "" for
+    none."""
     return f"{kind.label}-{name}" if name else kind.label
 
 
 def list_kinds() -> dict[str, str]:
-    """List {name: sentence} of all kinds, causes first; the anchor of each in faults.md is its name."""
+    """Return {name: sentence} of all kinds, causes first; the anchor of each in faults.md is its name."""
     suffixes: dict[CauseKind | TensorKind, str] = {CauseKind.OPTION: "NAME", TensorKind.ROUNDED: "DTYPE"}
     return {name_kind(k, suffixes.get(k, "")): k.sentence for k in (*CauseKind, *TensorKind)}

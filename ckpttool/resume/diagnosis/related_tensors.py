@@ -31,12 +31,14 @@ Read = Callable[[str], "Array | None"]
 
 
 def find_related(ckpt: Checkpoint, read: Read, name: str, found: TensorDiff, got: Array) -> TensorDiff | None:
-    """Find what a tensor holds, if it follows from other tensors of the reference; None if it does not.
+    """Find whether what a tensor holds follows from other tensors of the reference; None if it does not.
 
     Args:
-        ckpt, read: the reference, and what reads one of its tensors, None if that is too large.
-        name, got: the tensor.
+        ckpt: the reference.
+        read: returns the array of a tensor of the reference by its name, None if it is too large.
+        name: of the tensor.
         found: how it differs from its own reference.
+        got: what it holds.
     """
     if slot_of(name) == "weights":
         return _find_side_tensor(ckpt, read, name, found, got) or _find_merged_lora(ckpt, read, name, found, got)
@@ -44,7 +46,11 @@ def find_related(ckpt: Checkpoint, read: Read, name: str, found: TensorDiff, got
 
 
 def _find_other_moment(ckpt: Checkpoint, read: Read, name: str, found: TensorDiff, got: Array) -> TensorDiff | None:
-    """Find another moment of the same parameter whose values a moment holds."""
+    """Find another slot of the same parameter's optimizer state whose values a slot holds (exp_avg those of
+    exp_avg_sq); None if none.
+
+    The arguments are a reference checkpoint, its reader, the name of the tensor, how it differs and what it holds.
+    """
     for other in ckpt.tensors:
         if other != name and slot_of(other) != "weights" and fqn_of(other) == fqn_of(name):
             text = _describe_if_same(read(other), got, f"the values of {slot_of(other)}")
@@ -54,15 +60,21 @@ def _find_other_moment(ckpt: Checkpoint, read: Read, name: str, found: TensorDif
 
 
 def side_tensors_of(names: Iterable[str], fqn: str) -> Iterator[tuple[str, str]]:
-    """Yield (name, what is before the FQN in it) of the tensors outside model and optimizer that belong to a
-    parameter."""
+    """Yield (name, what is before the FQN in it) of those tensors outside model and optimizer that belong to a
+    parameter.
+
+    `names` are canonical names, such as "extra.ema.model.norm.weight".
+    """
     for n in names:
         if n.endswith("." + fqn) and n.partition(".")[0] not in ("model", "optim", "rng", "dataloader"):
             yield n, n[: -len(fqn) - 1]
 
 
 def _find_side_tensor(ckpt: Checkpoint, read: Read, name: str, found: TensorDiff, got: Array) -> TensorDiff | None:
-    """Find a tensor outside model and optimizer, such as an average, whose values a weight holds."""
+    """Find a tensor outside model and optimizer, such as an average, whose values a weight holds; None if none.
+
+    The arguments are a reference checkpoint, its reader, the name of the weight, how it differs and what it holds.
+    """
     for other, at in side_tensors_of(ckpt.tensors, fqn_of(name)):
         text = _describe_if_same(read(other), got, f"the values that the reference has in {at}")
         if text is not None:
@@ -71,7 +83,11 @@ def _find_side_tensor(ckpt: Checkpoint, read: Read, name: str, found: TensorDiff
 
 
 def _describe_if_same(other: Array | None, got: Array, whose: str) -> str | None:
-    """Say what `got` holds of another tensor, if that is all it holds; None otherwise."""
+    """Return a text "holds ..." if `got` holds the values of `other`, perhaps rounded, or with other signs or dtype;
+    None otherwise.
+
+    `other` is None if it could not be read; `whose` names its values.
+    """
     if other is None or other.shape != got.shape:
         return None
     found = compare_tensors(other, got)
@@ -81,7 +97,10 @@ def _describe_if_same(other: Array | None, got: Array, whose: str) -> str | None
 
 
 def _find_merged_lora(ckpt: Checkpoint, read: Read, name: str, found: TensorDiff, got: Array) -> TensorDiff | None:
-    """Find whether a weight is the reference plus a multiple of the product of its adapter's two factors."""
+    """Find whether a weight is the reference plus a multiple of the product of its adapter's two factors; None if not.
+
+    The arguments are a reference checkpoint, its reader, the name of the weight, how it differs and what it holds.
+    """
     import numpy as np
 
     for names, words in _lora_factors(ckpt, name) if got.ndim == 2 and is_floating(got) else ():
@@ -109,8 +128,8 @@ def _find_merged_lora(ckpt: Checkpoint, read: Read, name: str, found: TensorDiff
 
 
 def _lora_factors(ckpt: Checkpoint, name: str) -> Iterator[tuple[tuple[str, str], str]]:
-    """Yield ((name of the factor that is applied first, of the other), their product in words) of the adapters of a
-    weight."""
+    """Yield ((names of the two factors, the one that is applied first before the other), their product in words) of a
+    weight's LoRA adapters."""
     of = fqn_of(name).removesuffix(".weight").removesuffix(".base_layer").removesuffix(".base") + "."
     for one in ckpt.tensors:
         if not one.startswith("model." + of):
@@ -124,7 +143,7 @@ def _lora_factors(ckpt: Checkpoint, name: str) -> Iterator[tuple[tuple[str, str]
 
 
 def _factor_products(down: Array, up: Array, shape: tuple[int, ...]) -> Iterator[Array]:
-    """Yield the product of two factors in every orientation that has this shape."""
+    """Yield the products of two factors that have this shape, in any orientation."""
     for x, y in ((up, down), (down, up)):
         if x.shape[1] == y.shape[0]:
             if (x.shape[0], y.shape[1]) == shape:

@@ -23,8 +23,11 @@ __all__ = ["describe_row_mismatch"]
 def describe_row_mismatch(
     reference: Trace, got: Trace, pairs: Sequence[tuple[Step, Step]]
 ) -> tuple[CauseKind, str] | None:
-    """Say what happened to the rows of steps (expected, found) with other batches: (kind of cause, sentence); None if
-    rows say nothing."""
+    """Return what happened to the rows of steps with other batches: (kind of cause, sentence); None if rows say
+    nothing.
+
+    `pairs` are those steps, (expected, found).
+    """
     known = [(a, b) for a, b in pairs if a.rows and b.rows]
     if not known:
         return None
@@ -56,7 +59,8 @@ def describe_row_mismatch(
 
 
 def _describe_doubled_rows(expected: Step, got: Step) -> str | None:
-    """Say which ranks have the rows of others, if the reference did not have them several times; None if none has."""
+    """Return a text about which ranks have the rows of others; None if none has, or if the reference had them several
+    times, too."""
     ours = [sorted(rows) for rows in split_marks(got.rows)]
     again = count_marks(got) - count_marks(expected)
     copies: dict[int, list[int]] = {}
@@ -76,7 +80,7 @@ def _describe_doubled_rows(expected: Step, got: Step) -> str | None:
 
 
 def _steps_by_row(steps: Sequence[Step]) -> dict[str, list[int]]:
-    """Return {mark of a row: the steps that have it}."""
+    """Return {mark of a row: numbers of the steps that have it}."""
     out: dict[str, list[int]] = {}
     for step in steps:
         for row in count_marks(step):
@@ -85,9 +89,16 @@ def _steps_by_row(steps: Sequence[Step]) -> dict[str, list[int]]:
 
 
 def _find_shift(batches: Sequence[tuple[Step, int]], others: Sequence[Step]) -> int | None:
-    """Find by how many samples these batches, of (step, the step that the other side calls it), run ahead of the other
-    side's steps; None if their rows are not those of one step or of two in turn, by the same number in every batch that
-    is all there."""
+    """Find by how many samples batches run ahead of the other side's steps; None if it is not the same number in all of
+    them.
+
+    None also if the rows of a batch are not those of one step or of two in turn. Batches with rows that the other side
+    does not have are left out.
+
+    Args:
+        batches: (step, the number of the step that it is compared with).
+        others: the steps of the other side.
+    """
     steps = _steps_by_row(others)
     shifts = set()
     for step, at in batches:

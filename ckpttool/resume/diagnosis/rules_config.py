@@ -49,7 +49,7 @@ __all__ = [
 
 
 def explain_tied(context: Context) -> None:
-    """Explain parameters that share their data on one side alone."""
+    """Add a cause for parameters that share their data (are tied) on one side alone, if that check failed."""
     check = context.failed.get("config.tied")
     if check is not None:
         names = [check.where] if check.where else []
@@ -62,7 +62,7 @@ def explain_tied(context: Context) -> None:
 
 
 def explain_model_config(context: Context) -> None:
-    """Explain by the model's own configuration."""
+    """Add a cause for a model configuration that differs, if that check failed."""
     reference = context.expected
     if "config.model" not in context.failed or reference.config is None or context.got.config is None:
         return
@@ -72,7 +72,8 @@ def explain_model_config(context: Context) -> None:
 
 
 def explain_param_groups(context: Context) -> None:
-    """Explain by options of param groups, and by who is in one."""
+    """Add causes for options of param groups that differ, and for parameters that only one optimizer has, if that check
+    failed."""
     reference = context.expected
     if "config.groups" not in context.failed:
         return
@@ -109,15 +110,15 @@ def explain_param_groups(context: Context) -> None:
 
 
 def explain_groups_and_scheduler(context: Context) -> None:
-    """Explain options and schedule; the schedule first if its state differs, since rates in the groups follow from
-    it."""
+    """Add causes about options of param groups and the scheduler; its own first if its state differs, since learning
+    rates follow from it."""
     rules = [explain_param_groups, explain_scheduler]
     for rule in reversed(rules) if "config.scheduler" in context.failed else rules:
         rule(context)
 
 
 def explain_lost_scheduler(context: Context) -> None:
-    """Explain a load that failed since a scheduler has nothing to begin from, where the reference has that."""
+    """Add a cause for a load that failed because the checkpoint has no scheduler state, where the reference has it."""
     reference = context.expected
     if (
         "scheduler" in (context.got.failed or "")
@@ -132,7 +133,7 @@ def explain_lost_scheduler(context: Context) -> None:
 
 
 def explain_scheduler(context: Context) -> None:
-    """Explain by the scheduler's state, or by what the learning rates show of it."""
+    """Add a cause about the scheduler, from its state or from the learning rates, if a check of those failed."""
     reference = context.expected
     evidence = context.failed_texts("config.scheduler", "step1.learning_rates", "steps.learning_rates")
     if "config.scheduler" in context.failed:
@@ -171,7 +172,8 @@ def explain_scheduler(context: Context) -> None:
 
 
 def explain_side_state(context: Context) -> None:
-    """Explain by clipping, counters, random states, dataloader, scaler and other values."""
+    """Add causes about clipping, counters, random states, dataloader, scaler and other values, where their checks
+    failed."""
     reference = context.expected
     seen = context.failed_texts("config.values")
     if (why := reference.unrecorded.get("clip")) and context.got.clip is None and context.failed_texts(*_TRAINED):
@@ -206,7 +208,7 @@ def _is_usually_undecayed(name: str) -> bool:
 
 
 def _explain_learning_rates(reference: Trace, got: Trace) -> tuple[CauseKind, str]:
-    """Return (kind, text) of the cause of learning rates that are not the reference's."""
+    """Return (kind, text) of the cause of learning rates that are not the reference's; they must differ in a step."""
     known = [(a, b) for a, b in common_steps(reference, got) if a.learning_rates and b.learning_rates]
     a, b = next((x, y) for x, y in known if any(u != v for _, u, v in rates_by_group(reference, got, x, y)))
     ours, theirs = b.learning_rates or [], a.learning_rates or []
@@ -239,7 +241,7 @@ def _explain_learning_rates(reference: Trace, got: Trace) -> tuple[CauseKind, st
 
 
 def explain_data(context: Context) -> None:
-    """Explain by other batches, or by the same ones in other steps."""
+    """Add a cause for batches that differ, or are those of other steps, if that check failed."""
     reference = context.expected
     if "step1.batch" not in context.failed and "steps.batch" not in context.failed:
         return

@@ -43,7 +43,8 @@ _ALIKE = 10.0
 
 
 def explain_implausible(context: Context) -> None:
-    """Explain a state that no training leaves."""
+    """Add a cause for a state that no training leaves, if that check failed and no earlier cause is about the
+    optimizer."""
     if "state.plausible" not in context.failed or "optimizer" in context.explained:
         return
     got, text = context.got, context.failed["state.plausible"].text
@@ -59,7 +60,7 @@ def explain_implausible(context: Context) -> None:
 
 
 def explain_not_finite(context: Context) -> None:
-    """Explain the first NaN or infinity of the steps."""
+    """Add a cause for the first step with NaN or infinity, if there is one."""
     if "run.finite" not in context.failed:
         return
     step, found = next((s, found) for s in context.got.steps if (found := list(non_finite_values(s))))
@@ -82,7 +83,8 @@ def explain_not_finite(context: Context) -> None:
 
 
 def explain_gradient_scale(context: Context) -> None:
-    """Explain a grad norm that is a whole multiple, or part, of the reference's while the loss is the same."""
+    """Add a cause for a grad norm that is a whole multiple of the reference's, or a whole part of it, while the loss is
+    the same."""
     reference = context.expected
     first = first_common_step(reference, context.got)
     if "step1.grad_norm" not in context.failed or not context.passed("step1.loss") or first is None:
@@ -112,7 +114,7 @@ def explain_gradient_scale(context: Context) -> None:
 
 
 def explain_steps(context: Context) -> None:
-    """Explain from numbers of steps alone, where nothing exact has explained them."""
+    """Add causes from the numbers of steps alone, where nothing exact has explained them."""
     reference = context.expected
     first = first_common_step(reference, context.got)
     weights, data = "weights" in context.explained, "data" in context.explained
@@ -187,7 +189,10 @@ def explain_steps(context: Context) -> None:
 
 
 def _small_logit_deviation(context: Context) -> float | None:
-    """Return by how much the logits deviate if they pass and the loss deviates about as much; None if not."""
+    """Return the relative deviation of the logits if they pass and the loss deviates about as much; None if not.
+
+    Only called if the first step's loss failed.
+    """
     logits, loss = context.checks.get("probe.logits"), context.failed["step1.loss"].number
     if logits is None or logits.verdict != "pass" or not logits.number or loss is None:
         return None
@@ -195,8 +200,8 @@ def _small_logit_deviation(context: Context) -> float | None:
 
 
 def _explain_dropout(context: Context, reference: Trace, evidence: list[str]) -> None:
-    """Explain by dropout or its random numbers, where it is on in one of the runs; differing random states were named
-    before."""
+    """Add a cause about dropout or its random numbers, where it is on in one of the runs; none if random states were
+    named before."""
     a, b = (t.environment.get("dropout_probabilities") for t in (reference, context.got))
     if reference.dropout != context.got.dropout:
         now, was = ("on", "off") if context.got.dropout else ("off", "on")
@@ -224,7 +229,10 @@ def _environment_changes(context: Context, reference: Trace) -> list[str]:
 
 
 def _explain_frozen(context: Context, reference: Trace, a: Step, b: Step) -> None:
-    """Explain parameters that are not updated in the first step, though they were in the reference."""
+    """Add a cause for parameters that are not updated in the first step, though they were in the reference.
+
+    `a` is that step of the reference, `b` that of the run.
+    """
     if not (a.updates and b.updates) or not {"step1.worst_update", "step1.update_norm"} & context.failed.keys():
         return
     still = [n for n, v in a.updates.items() if v > 0 and b.updates.get(n) == 0]
@@ -251,7 +259,10 @@ def _explain_frozen(context: Context, reference: Trace, a: Step, b: Step) -> Non
 
 
 def _explain_gradients(context: Context, reference: Trace, a: Step, b: Step) -> None:
-    """Explain gradients that differ though the loss is equal."""
+    """Add a cause for gradients that differ in the first step though the loss is equal.
+
+    `a` is that step of the reference, `b` that of the run.
+    """
     evidence = context.failed_texts("step1.grad_norm", "step1.worst_grad")
     found = _deviating_tensors(context, reference, a, b, updates=False)
     if not found:
@@ -274,7 +285,10 @@ def _explain_gradients(context: Context, reference: Trace, a: Step, b: Step) -> 
 
 
 def _explain_updates(context: Context, reference: Trace, a: Step, b: Step) -> None:
-    """Explain updates that differ though gradients are equal."""
+    """Add a cause for updates that differ in the first step though gradients are equal.
+
+    `a` is that step of the reference, `b` that of the run.
+    """
     evidence = context.failed_texts("step1.update_norm", "step1.worst_update")
     if a.update_norm and b.update_norm:
         evidence.append(f"the norm of the update is {b.update_norm / a.update_norm:.4g} times the reference's")
@@ -310,7 +324,10 @@ def _explain_updates(context: Context, reference: Trace, a: Step, b: Step) -> No
 
 
 def _deviating_tensors(context: Context, reference: Trace, a: Step, b: Step, updates: bool) -> list[str]:
-    """List the tensors whose norm deviates by more than the check's bound, the farthest first."""
+    """List the FQNs of tensors whose norm deviates in a step by more than the check's bound, the farthest first.
+
+    `a` is the step of the reference, `b` that of the run. `updates` compares updates; False compares gradients.
+    """
     check = context.checks.get("step1.worst_update" if updates else "step1.worst_grad")
     bound = check.bound if check is not None and check.bound is not None else 0.0
     every, _ = tensor_deviations(reference, context.got, a, b, updates, 1e-6)
@@ -319,7 +336,7 @@ def _deviating_tensors(context: Context, reference: Trace, a: Step, b: Step, upd
 
 
 def explain_probe_ranks(context: Context) -> None:
-    """Explain ranks that compute other logits, from which all other numbers follow."""
+    """Add a cause for ranks that compute other logits than the others, if weights do not explain it."""
     if "probe.ranks" in context.failed and "weights" not in context.explained:
         odd = context.got.probe.get("odd") or []
         who = f"rank {odd[0]} computes" if len(odd) == 1 else f"ranks {list_first(map(str, odd), 8)} compute"
@@ -329,7 +346,7 @@ def explain_probe_ranks(context: Context) -> None:
 
 
 def explain_loss_ranks(context: Context) -> None:
-    """Explain ranks that do not agree on the loss."""
+    """Add a cause for ranks that do not agree on the loss, if there are any."""
     if "run.ranks" in context.failed:
         step = next(s for s in context.got.steps if s.losses and any(x != s.losses[0] for x in s.losses))
         losses = [repr(x) for x in step.losses or []]
@@ -344,7 +361,7 @@ def explain_loss_ranks(context: Context) -> None:
 
 
 def explain_run(context: Context) -> None:
-    """Explain a run that learns nothing, or leaps, where nothing else is wrong."""
+    """Add a cause for a run that learns nothing, or whose grad norm leaps, where nothing else is wrong."""
     if "run.dead" in context.failed and not context.out:
         context.add(
             CauseKind.NO_GRADIENT,
@@ -358,7 +375,7 @@ def explain_run(context: Context) -> None:
 
 
 def explain_round_trip(context: Context) -> None:
-    """Explain what changed when the job was saved and loaded again."""
+    """Add a cause for what changed when the job was saved and loaded again, if anything did."""
     if "roundtrip.state" in context.failed:
         names = [str(n) for n in context.got.roundtrip.get("differing", [])]
         text = f"saving and loading again changes {list_first([readable_name(n) for n in names], 1)}"

@@ -50,7 +50,7 @@ __all__ = ["explain_absent", "explain_load", "explain_shapes", "explain_tensors"
 
 
 def explain_load(context: Context) -> None:
-    """Explain a load that failed, or after which the job does not hold what the files say."""
+    """Add a cause for a load that failed, or after which the job does not hold what the files have."""
     got = context.got
     if got.failed is not None:
         context.add(CauseKind.LOAD_FAILED, f"the checkpoint could not be loaded: {got.failed}")
@@ -91,7 +91,7 @@ def explain_load(context: Context) -> None:
 
 
 def explain_absent(context: Context) -> None:
-    """Explain tensors that one side has and the other has not."""
+    """Add causes for tensors that only one side has."""
     reference = context.expected
     if not reference.state or (not context.got.state and context.got.failed is None):
         return
@@ -142,7 +142,7 @@ def explain_absent(context: Context) -> None:
 
 
 def explain_shapes(context: Context) -> None:
-    """Explain other shapes, and other dtypes where the profile does not allow them."""
+    """Add causes for tensors with other shapes, and with other dtypes where the profile does not allow them."""
     reference = context.expected
     common = [n for n in reference.state if n in context.got.state and must_be_equal(n)]
     other_shapes, other_dtypes = shape_differences(reference, context.got)
@@ -162,7 +162,7 @@ def explain_shapes(context: Context) -> None:
 
 
 def _group_by_change(found: Mapping[str, tuple[T, T]]) -> dict[tuple[T, T], list[str]]:
-    """Group names by their change: {(expected, found): names}."""
+    """Group names by their change: {(expected, found): [names]}, from {name: (expected, found)}."""
     out: dict[tuple[T, T], list[str]] = {}
     for n, two in found.items():
         out.setdefault(two, []).append(n)
@@ -170,7 +170,7 @@ def _group_by_change(found: Mapping[str, tuple[T, T]]) -> dict[tuple[T, T], list
 
 
 def explain_tensors(context: Context) -> None:
-    """Explain tensors of one name, shape and dtype that have different bytes."""
+    """Add causes for tensors of one name, shape and dtype that have different bytes."""
     reference = context.expected
     if context.got.failed is not None:
         return
@@ -189,7 +189,10 @@ def explain_tensors(context: Context) -> None:
 
 
 def _explain_moved(context: Context, reference: Trace, wrong: list[str]) -> list[str]:
-    """Explain tensors that hold the bytes of others; return those that do not."""
+    """Add causes for tensors that hold the bytes of others; return those that do not.
+
+    `wrong` are names of tensors that differ.
+    """
     holders: dict[str, list[str]] = {}
     for n, (_, shape, mark) in reference.state.items():
         if prod(shape) > 1 and mark:
@@ -233,8 +236,11 @@ def _explain_moved(context: Context, reference: Trace, wrong: list[str]) -> list
 
 
 def _explain_side_tensors(context: Context, reference: Trace, wrong: list[str]) -> list[str]:
-    """Explain weights that hold what the checkpoint has outside model and optimizer, such as averages; return the
-    others."""
+    """Add causes for weights that hold what a checkpoint has outside model and optimizer, such as averages; return the
+    other tensors.
+
+    `wrong` are names of tensors that differ.
+    """
     holders: dict[str, dict[str, None]] = {}
     for trace in (reference, context.got):
         for n, (_, shape, mark) in trace.others.items():
@@ -255,7 +261,8 @@ def _explain_side_tensors(context: Context, reference: Trace, wrong: list[str]) 
 
 
 def _explain_slots(context: Context, left: dict[str, str]) -> None:
-    """Explain moments under each other's names, and take them out of `left`, {tensor: whose bytes it holds}."""
+    """Add causes for moments (exp_avg and the like) under each other's names, and take them out of `left`, {tensor:
+    whose bytes it holds}."""
     pairs_ = {a: b for a, b in left.items() if fqn_of(a) == fqn_of(b) and slot_of(a) != slot_of(b)}
     for two in sorted({tuple(sorted((slot_of(a), slot_of(b)))) for a, b in pairs_.items()}):
         names = [a for a, b in pairs_.items() if tuple(sorted((slot_of(a), slot_of(b)))) == two]
@@ -275,8 +282,10 @@ def _explain_slots(context: Context, left: dict[str, str]) -> None:
 
 
 def _explain_layers(context: Context, reference: Trace, left: dict[str, str]) -> None:
-    """Explain layers in another order: the same names but for the number, of at least half of the layer's tensors. They
-    are taken out of `left`."""
+    """Add a cause for layers in another order, and take their tensors out of `left`, {tensor: whose bytes it holds}.
+
+    At least half of a layer's tensors must hold those of the same names in another layer.
+    """
     by: dict[tuple[int, int], list[str]] = {}
     for a, b in left.items():
         i, j = layer_of(a), layer_of(b)
@@ -310,8 +319,10 @@ def _explain_layers(context: Context, reference: Trace, left: dict[str, str]) ->
 
 
 def _explain_leaves(context: Context, left: dict[str, str]) -> None:
-    """Explain two parameters of one module under each other's names: q and k, gate and up. They are taken out of
-    `left`."""
+    """Add causes for two parameters of one module under each other's names, such as q and k, or gate and up.
+
+    They are taken out of `left`, {tensor: whose bytes it holds}.
+    """
     by: dict[tuple[str, str], list[str]] = {}
     for a, b in left.items():
         if slot_of(a) != slot_of(b) or layer_of(a) != layer_of(b):
@@ -332,8 +343,11 @@ def _explain_leaves(context: Context, left: dict[str, str]) -> None:
 
 
 def _explain_parts(context: Context, left: dict[str, str]) -> None:
-    """Explain a part of a layer in others: the same names but for the number, of at least two tensors for each layer.
-    They are taken out of `left`."""
+    """Add a cause for a part of layers, such as the attention, that is that of other layers.
+
+    At least two tensors of each layer must hold those of the same names in another layer. They are taken out of `left`,
+    {tensor: whose bytes it holds}.
+    """
     by: dict[tuple[int, int], list[str]] = {}
     for a, b in left.items():
         i, j = layer_of(a), layer_of(b)
@@ -357,8 +371,13 @@ def _explain_parts(context: Context, left: dict[str, str]) -> None:
 def _explain_steps(
     context: Context, reference: Trace, steps: Mapping[str, tuple[float, float]], rest: list[str]
 ) -> list[str]:
-    """Explain differing steps of the optimizer, and state of another step; return the tensors that this does not
-    explain."""
+    """Add a cause for differing steps of the optimizer, or for state of another step; return the tensors that this does
+    not explain.
+
+    Args:
+        steps: {FQN: (expected, found) optimizer step} where they differ.
+        rest: names of the tensors that differ.
+    """
     if not steps:
         return rest
     names = [f"optim.state.{n}.step" for n in steps]

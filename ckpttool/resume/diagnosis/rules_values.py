@@ -33,7 +33,12 @@ _VERBS = {"holds": "hold", "is": "are", "has": "have", "differs": "differ"}
 
 
 def explain_by_files(context: Context, looked: Mapping[str, Inspected], wrong: Sequence[str]) -> bool:
-    """Explain by one file that has every difference, or two that are exchanged; tell whether there is one."""
+    """Add a cause for one file that has every difference, or for two that are exchanged; return whether there is one.
+
+    Args:
+        looked: {name: what `inspect_tensors` found}.
+        wrong: names of all tensors that differ.
+    """
     if context.opened is None or (found := find_faulty_files(context.opened, looked, wrong)) is None:
         return False
     seen = {n: x.diff for n, x in looked.items() if x.diff is not None}
@@ -72,7 +77,13 @@ def explain_by_files(context: Context, looked: Mapping[str, Inspected], wrong: S
 def _source_files(
     context: Context, found: FaultyFiles, names: Sequence[str], seen: Mapping[str, TensorDiff]
 ) -> set[str | None]:
-    """Find the files that have the rows that tensors hold twice."""
+    """Return the files (None for none) that have the rows which tensors hold twice.
+
+    Args:
+        found: the files that hold the copies.
+        names: the tensors.
+        seen: {name: how the tensor differs}.
+    """
     assert context.opened is not None
     ckpt = context.opened[0 if found.theirs else 1].locate()
     rows = {n: ckpt.tensors[n].numel // ckpt.tensors[n].shape[0] for n in names}
@@ -82,9 +93,10 @@ def _source_files(
 def explain_differing_tensors(
     context: Context, reference: Trace, rest: Sequence[str], looked: Mapping[str, Inspected]
 ) -> None:
-    """Add a cause to `context` for each kind of difference among the tensors `rest`, those no earlier rule explained.
+    """Add a cause for each kind of difference among tensors that no earlier rule explained.
 
     Args:
+        rest: names of those tensors.
         looked: {name: what `inspect_tensors` found}; empty unless both checkpoints are open.
     """
     looked = {n: looked[n] for n in rest if n in looked}
@@ -131,9 +143,9 @@ class _Group(NamedTuple):
 
 
 def _group_by_kind(seen: Mapping[str, TensorDiff]) -> list[_Group]:
-    """Group tensors by how they differ, in the order of the causes.
+    """Group tensors, {name: how it differs}, by kind of difference, in the order of the causes.
 
-    What is unrelated is put to what is close, if that is most of it, and so are tensors of so few elements that a
+    Unrelated tensors are put to close ones, if these are most of them, and so are tensors of so few elements that a
     distance says nothing of them.
     """
     tiny = {n for n, found in seen.items() if found.way is TensorKind.ELEMENTS and found.count * 2 > found.elements}
@@ -163,7 +175,14 @@ def _describe_tensors(
     more: list[str],
     seen: Mapping[str, TensorDiff],
 ) -> str:
-    """Say which tensors differ, and how."""
+    """Return a text about which tensors differ, and how.
+
+    Args:
+        kind: the kind of difference of all of them.
+        names: those that were read.
+        more: those that were not read, and most likely differ in the same way.
+        seen: {name: how the tensor differs} of those that were read.
+    """
     found = names + more
     slots = {slot_of(n) for n in names}
     every = [n for n in reference.state if slot_of(n) in slots]
@@ -186,13 +205,13 @@ def _describe_tensors(
 
 
 def _plural(description: str) -> str:
-    """Put a description into the plural: "holds its ..." becomes "hold their ..."."""
+    """Return a description in the plural: "holds its ..." becomes "hold their ..."."""
     verb, _, rest = description.partition(" ")
     return f"{_VERBS.get(verb, verb)} {rest}".replace(" its ", " their ")
 
 
 def _describe_in_general(kind: TensorKind, text: str) -> str:
-    """Say what is true of several tensors of one kind whose texts are not the same; `text` is that of the first."""
+    """Return what is true of several tensors of one kind whose texts are not the same; `text` is that of the first."""
     return kind.phrase if kind.is_general else text
 
 
@@ -202,8 +221,11 @@ def _describe_in_general(kind: TensorKind, text: str) -> str:
 def _describe_factors(
     context: Context, reference: Trace, names: Sequence[str], seen: Mapping[str, TensorDiff]
 ) -> str | None:
-    """Say the factor of each slot, and what leaves such factors; None of weights, or if factors have nothing in
-    common."""
+    """Return a text about the factor of each slot (exp_avg, ...) and what leaves such factors; it closes a parenthesis
+    that the caller opens.
+
+    None if one of the tensors is a weight or has no factor.
+    """
     of = {n: float(seen[n].detail["factor"]) for n in names if "factor" in seen[n].detail}
     if len(of) < len(names) or any(slot_of(n) == "weights" for n in names):
         return None
@@ -226,8 +248,11 @@ def _are_close(x: float, y: float) -> bool:
 
 
 def _explain_bias_correction(reference: Trace, of: Mapping[str, float]) -> str | None:
-    """Say that moments were bias-corrected, if each is divided by 1 - beta^step of its own param group and step; None
-    if not."""
+    """Return a text that moments were bias-corrected, if each is divided by 1 - beta^step of its own param group and
+    step; None if not.
+
+    `of` is {name of a moment: its factor}.
+    """
     known, steps = options_by_parameter(reference), optimizer_steps(reference)
     for n, factor in of.items():
         fqn, which = fqn_of(n), {"exp_avg": 0, "exp_avg_sq": 1}.get(slot_of(n))
@@ -241,8 +266,11 @@ def _explain_bias_correction(reference: Trace, of: Mapping[str, float]) -> str |
 
 
 def _explain_gradient_factor(context: Context, reference: Trace, by: Mapping[str, float]) -> str | None:
-    """Say what gradients were multiplied by, if the first moment has that factor and the second one its square; None if
-    not."""
+    """Return a text about what gradients were multiplied by, if the first moment has that factor and the second one its
+    square; None if not.
+
+    `by` is {slot: factor}.
+    """
     squares = [s for s in by if s.endswith("_sq")]
     plain = [s for s in by if not s.endswith("_sq")]
     if len({round(math.log(abs(by[s])), 3) for s in plain}) != 1 or by[plain[0]] <= 0:

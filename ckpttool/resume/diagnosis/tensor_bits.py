@@ -63,13 +63,14 @@ class ArrayPair:
 
 
 def as_integers(x: Array) -> Array:
-    """View elements as integers, or as raw bytes if there is no integer of that size."""
+    """View elements as unsigned integers of their size, or as raw bytes if there is no such integer."""
     size = x.dtype.itemsize
     return x.view(f"u{size}") if size in (1, 2, 4, 8) else x.view(f"V{size}")
 
 
 def unequal_mask(a: Array, b: Array) -> Any:
-    """Mark where elements differ: by their bits, or by value if the dtypes differ."""
+    """Return a boolean array of where elements differ: by their bits, or by value if the dtypes differ (NaN equals NaN
+    then)."""
     import numpy as np
 
     if a.dtype == b.dtype:
@@ -85,25 +86,25 @@ def are_same_bits(a: Array, b: Array) -> bool:
 
 
 def as_float64(x: Array) -> Array:
-    """Convert to float64; complex numbers to complex128."""
+    """Convert an array to float64, a complex one to complex128."""
     import numpy as np
 
     return x.astype(np.complex128 if x.dtype.kind == "c" else np.float64)
 
 
 def block_slices(n: int) -> Iterator[slice]:
-    """Yield slices of at most 2^20 that cover range(n)."""
+    """Yield slices of at most 2^20 elements that cover range(n)."""
     for k in range(0, n, _BLOCK):
         yield slice(k, min(n, k + _BLOCK))
 
 
 def is_floating(x: Array) -> bool:
-    """Tell whether elements are floating-point or complex, ml_dtypes' included."""
+    """Tell whether elements are floating-point or complex, bfloat16 and the like of ml_dtypes included."""
     return x.dtype.kind in "fc" or (x.dtype.kind == "V" and "float" in x.dtype.name)
 
 
 def dtype_epsilon(x: Array) -> float:
-    """Return the relative distance of neighbouring numbers of the dtype; 0 for integers."""
+    """Return the distance of 1 to the next larger number of an array's dtype; 0 for integers."""
     import ml_dtypes
 
     return float(ml_dtypes.finfo(x.dtype).eps) if is_floating(x) else 0.0  # type: ignore[no-untyped-call]

@@ -93,7 +93,8 @@ def compare_tensors(reference: Array, got: Array) -> TensorDiff | None:
 
 
 def differs_in(a: Array, b: Array, box: tuple[slice, ...]) -> bool:
-    """Tell whether two arrays of one shape differ in a box of them, dtypes aside."""
+    """Tell whether two arrays of one shape differ in a part of them, given by a slice for each dimension; another dtype
+    alone is no difference."""
     x, y = a[box], b[box]
     return bool(unequal_mask(_cast_quietly(x, y.dtype) if _is_real_float(x) and _is_real_float(y) else x, y).any())
 
@@ -112,7 +113,12 @@ def _cast_quietly(x: Array, dtype: dtype[Any]) -> Array:
 
 
 def _describe_diff(a: Array, b: Array, extent: tuple[int, int, int], note: str = "") -> TensorDiff:
-    """Describe how two arrays differ, once it is known where: `extent` is what `_find_extent` found."""
+    """Describe how two arrays of one shape differ, once it is known where.
+
+    Args:
+        extent: (first flat index, last flat index, number) of differing elements.
+        note: is put at the end of the text.
+    """
     import numpy as np
 
     first, last, count = extent
@@ -167,7 +173,8 @@ def _contiguous(x: Array) -> Array:
 
 
 def _find_extent(a: Array, b: Array) -> tuple[int, int, int] | None:
-    """Find (first, last, count) of differing elements, as flat indices; None if there are none."""
+    """Find where two arrays of one shape differ: (first flat index, last flat index, number of elements); None if
+    nowhere."""
     import numpy as np
 
     x, y = a.reshape(-1), b.reshape(-1)
@@ -183,7 +190,7 @@ def _find_extent(a: Array, b: Array) -> tuple[int, int, int] | None:
 
 
 def _find_kind(pair: ArrayPair) -> Found:
-    """Find the most specific kind that is true of every differing element."""
+    """Find the most specific kind of difference that is true of every differing element."""
     for rule in (_find_rounded, _find_zeros, _find_constant):
         if found := rule(pair):
             return found
@@ -210,7 +217,7 @@ def _half_dtypes() -> dict[str, dtype[Any]]:
 
 
 def _find_rounded(pair: ArrayPair) -> Found | None:
-    """Find whether values are the reference's rounded to a narrower dtype."""
+    """Find whether values are the reference's rounded to a narrower dtype; None if not."""
     x, y = pair.x, pair.y
     if not _is_real_float(x) or not _is_real_float(y) or x.dtype.itemsize < y.dtype.itemsize:
         return None
@@ -225,8 +232,8 @@ def _find_rounded(pair: ArrayPair) -> Found | None:
 
 
 def _find_bfloat16_steps(x: Array, y: Array) -> Found | None:
-    """Find whether each value is one of the two bfloat16 numbers next to the reference's: cut off, or rounded at
-    random."""
+    """Find whether each value of `y` is one of the two bfloat16 numbers next to that of `x`: cut off, or rounded at
+    random; None if not."""
     import numpy as np
 
     if x.dtype != np.float32 or y.dtype not in (x.dtype, _half_dtypes()["bfloat16"]):
@@ -248,8 +255,8 @@ def _find_bfloat16_steps(x: Array, y: Array) -> Found | None:
 
 
 def find_rounded_dtype(a: Array, b: Array) -> dtype[Any] | None:
-    """Find the narrower dtype that all values of `b` have been rounded to, and those of `a` have not; None if there is
-    none."""
+    """Find a 16-bit float dtype that all values of `b` have been rounded to, and those of `a` have not; None if there
+    is none."""
     if not _is_real_float(a) or not _is_real_float(b):
         return None
     x, y = a.reshape(-1), b.reshape(-1)
@@ -265,7 +272,7 @@ def find_rounded_dtype(a: Array, b: Array) -> dtype[Any] | None:
 
 
 def _find_zeros(pair: ArrayPair) -> Found | None:
-    """Find whether the differing elements are zeros: all, whole rows, or a range."""
+    """Find whether the differing elements are zeros: all, whole rows, or a range; None if not."""
     import numpy as np
 
     a, b, first, last = pair.a, pair.b, pair.first, pair.last
@@ -297,7 +304,7 @@ def _find_zeros(pair: ArrayPair) -> Found | None:
 
 
 def _find_constant(pair: ArrayPair) -> Found | None:
-    """Find whether one value stands in every differing element, where the reference has several."""
+    """Find whether one value stands in every differing element, where the reference has several; None if not."""
     x, y = pair.x, pair.y
     if len(y) < 2 or pair.count < 2 or unequal_mask(y[1:], y[:-1]).any() or not unequal_mask(x[1:], x[:-1]).any():
         return None
@@ -306,7 +313,7 @@ def _find_constant(pair: ArrayPair) -> Found | None:
 
 
 def _list_elements(pair: ArrayPair) -> Found:
-    """List a few elements, each with its index, both values and the differing bit."""
+    """Describe a few differing elements, each with its index, both values and the differing bit."""
     import numpy as np
 
     a = pair.a
@@ -338,7 +345,8 @@ _FORMATS = {
 
 
 def _name_flipped_bit(x: Array, y: Array) -> str:
-    """Name the bit that differs, if it is a single one: "the sign bit flipped"; "" if it is not."""
+    """Name the bit in which two elements (arrays of one) differ, if it is a single one: "the sign bit flipped"; "" if
+    not."""
     if x.dtype != y.dtype or x.dtype.itemsize > 8:
         return ""
     apart = int(as_integers(x)[0]) ^ int(as_integers(y)[0])
@@ -354,7 +362,7 @@ def _name_flipped_bit(x: Array, y: Array) -> str:
 
 
 def _find_byte_order(pair: ArrayPair) -> Found | None:
-    """Find whether the bytes of every element are in reverse order."""
+    """Find whether the bytes of every element are in reverse order; None if not."""
     x, y = pair.x, pair.y
     if x.dtype != y.dtype or x.dtype.itemsize not in (2, 4, 8) or x.dtype.kind == "c":
         return None

@@ -48,8 +48,7 @@ _MOST = 1 << 22
 
 
 def _find_transposed(pair: ArrayPair) -> Found | None:
-    """Find whether the last two dimensions are exchanged; also in the shape of the reference, where only the elements
-    tell."""
+    """Find whether the last two dimensions are exchanged, in a tensor that has the reference's shape; None if not."""
     a, b = pair.a, pair.b
     if pair.sampled or a.ndim < 2 or min(a.shape[-2:]) < 2 or a.dtype != b.dtype:
         return None
@@ -61,7 +60,11 @@ def _find_transposed(pair: ArrayPair) -> Found | None:
 
 
 def _find_shifted(pair: ArrayPair) -> Found | None:
-    """Find a shift k with got[i] == reference[i - k] over the differing range, except its first k elements."""
+    """Find a shift k with got[i] == reference[i - k] over the differing range, except its first k elements; None if
+    there is none.
+
+    For a negative k, the exception is the last -k elements.
+    """
     a, b, first, last, count = pair.a, pair.b, pair.first, pair.last, pair.count
     if a.dtype != b.dtype:
         return None
@@ -94,7 +97,8 @@ def _find_shifted(pair: ArrayPair) -> Found | None:
 
 
 def _hash_slices(x: Array, axis: int) -> list[bytes | int]:
-    """Hash each row, or what has one index of another dimension; what has the same hash counts as equal."""
+    """Hash each slice along an axis: rows for axis 0, columns for axis 1 of a matrix. Slices of one hash count as
+    equal."""
     import numpy as np
     from blake3 import blake3
 
@@ -116,12 +120,13 @@ def _hash_slices(x: Array, axis: int) -> list[bytes | int]:
 
 
 def _find_moved_rows(pair: ArrayPair) -> Found | None:
-    """Find whether rows of the reference are in another order, or some of them twice."""
+    """Find whether rows of the reference are in another order, or some of them twice; None if not."""
     return _find_moved_slices(pair, 0) if pair.a.ndim else None
 
 
 def _find_moved_columns(pair: ArrayPair) -> Found | None:
-    """Find whether columns, or the indices of another dimension, are in another order, or some of them twice."""
+    """Find whether columns, or the indices of another dimension, are in another order, or some of them twice; None if
+    not."""
     for axis in range(1, pair.a.ndim):
         if found := _find_moved_slices(pair, axis):
             return found
@@ -129,7 +134,8 @@ def _find_moved_columns(pair: ArrayPair) -> Found | None:
 
 
 def _find_moved_slices(pair: ArrayPair, axis: int) -> Found | None:
-    """Find whether the slices along an axis are the reference's in another order, or some of them twice."""
+    """Find whether the slices along an axis are the reference's in another order, or some of them twice; None if
+    not."""
     import numpy as np
 
     a, b = pair.a, pair.b
@@ -165,10 +171,15 @@ def _find_moved_slices(pair: ArrayPair, axis: int) -> Found | None:
 def _describe_order(
     order: list[int], wrong: list[int], what: str, kinds: _OrderKinds, again: bool, unique: bool
 ) -> Found | None:
-    """Describe an order of rows: row k is the reference's row order[k], and `wrong` are those that are not in their
-    place.
+    """Describe an order of rows; None if there is nothing to be said about it.
 
-    `again` says that every row of the reference is still there, and `unique` that no two of them are equal, too.
+    Args:
+        order: row k is the reference's row order[k].
+        wrong: the rows that are not in their place.
+        what: "rows", "columns" or "elements".
+        kinds: the kinds of differences for these.
+        again: whether every row of the reference is still there.
+        unique: whether, besides, no two of its rows are equal.
     """
     if unique and (rope := _match_rope(order)):
         size, low, high, toward = rope
@@ -207,7 +218,10 @@ def _describe_order(
 
 
 def _moved_block_size(order: list[int]) -> int:
-    """Return the size of blocks, such as heads, that are in another order as a whole; 0 if single rows are."""
+    """Return the number of rows of blocks, such as heads, that are in another order as a whole; 0 if single rows are.
+
+    Row k is the reference's row order[k].
+    """
     n = len(order)
     for size in (k for k in range(n // 2, 1, -1) if n % k == 0):
         if all(
@@ -219,8 +233,11 @@ def _moved_block_size(order: list[int]) -> int:
 
 
 def _consecutive_runs(wrong: list[int], order: list[int]) -> list[tuple[int, int, int, int]]:
-    """List (first, end, first in the reference, end there) of consecutive rows that are consecutive in the reference,
-    too."""
+    """Return the ranges of rows that are consecutive in the reference, too: [(first, end, first in the reference, end
+    there)].
+
+    `wrong` are the rows that are not in their place; row k is the reference's row order[k].
+    """
     out: list[list[int]] = []
     for i in wrong:
         if out and out[-1][1] == i and out[-1][3] == order[i]:
@@ -232,10 +249,11 @@ def _consecutive_runs(wrong: list[int], order: list[int]) -> list[tuple[int, int
 
 
 def _match_rope(order: list[int]) -> tuple[int, int, int, str] | None:
-    """Return (size of a head, first row, end, direction) if rows are reordered from halves to pairs, or back, within
-    heads; None if not.
+    """Find whether rows are reordered within heads, from halves to interleaved pairs or back: (rows of a head, first
+    row, end, direction in words).
 
-    Heads may be left as they are, such as those of v in a fused weight of q, k and v.
+    None if not. Heads may be left as they are, such as those of v in a fused weight of q, k and v. Row k is the
+    reference's row order[k].
     """
     n = len(order)
     for size in range(4, n + 1, 2):
@@ -255,11 +273,11 @@ def _match_rope(order: list[int]) -> tuple[int, int, int, str] | None:
 
 
 def _match_interleaved(order: list[int]) -> tuple[list[int], int, bool] | None:
-    """Return (rows of each part, pieces, whether the parts are cut here) if 2 to 4 parts are cut into pieces on one
-    side; None if not.
+    """Find whether 2 to 4 parts of a fused weight are cut into pieces on one side: (rows of each part, pieces, whether
+    they are cut in this tensor and not in the reference).
 
-    [q, k, v] of two tensor-parallel shards, one after the other, are q0 k0 v0 q1 k1 v1; part by part they are q0 q1 k0
-    k1 v0 v1.
+    None if not. Row k is the reference's row order[k]. [q, k, v] of two tensor-parallel shards, one after the other,
+    are q0 k0 v0 q1 k1 v1; part by part they are q0 q1 k0 k1 v0 v1.
     """
     back = [0] * len(order)
     for k, i in enumerate(order):

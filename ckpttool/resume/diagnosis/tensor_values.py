@@ -24,7 +24,7 @@ _EIGHT, _MANY = 256, 1024
 
 
 def find_not_finite(pair: ArrayPair) -> Found | None:
-    """Find NaN or infinity where the reference has numbers."""
+    """Find NaN or infinity where the reference has numbers; None if there is none."""
     import numpy as np
 
     x, y = pair.x, pair.y
@@ -44,7 +44,7 @@ def find_not_finite(pair: ArrayPair) -> Found | None:
 
 
 def find_sign_change(pair: ArrayPair) -> Found | None:
-    """Find whether values are the reference's with the opposite signs, or without signs."""
+    """Find whether values are the reference's with the opposite signs, or without signs; None if not."""
     x, y = pair.x, pair.y
     if x.dtype != y.dtype or x.dtype.kind in "ub" or x.dtype.kind == "c":
         return None
@@ -68,7 +68,8 @@ class _Sums:
 
 
 def _sum_pair(pair: ArrayPair) -> _Sums:
-    """Sum up the squares, products and differences of two arrays, over the elements that are finite on both sides."""
+    """Sum up squares, products and squared differences of two arrays, over the elements that are finite on both
+    sides."""
     import numpy as np
 
     sum_x = sum_y = sum_xy = apart = largest = 0.0
@@ -89,7 +90,13 @@ def _sum_pair(pair: ArrayPair) -> _Sums:
 def _holds_everywhere(
     pair: ArrayPair, formula: Callable[[Array], Array], fine: float, apart: Callable[[Array], Array] = abs
 ) -> bool:
-    """Tell whether formula(reference) is found in every element, up to `fine` times the size of what is rounded."""
+    """Tell whether every element is formula(reference) but for rounding.
+
+    Args:
+        formula: is applied to an array of reference values.
+        fine: relative tolerance.
+        apart: returns the sizes that `fine` is relative to, for an array of the formula's values; by default these.
+    """
     import numpy as np
 
     tiny = float(np.finfo(np.float32).tiny)  # of smaller numbers a few bits are left
@@ -101,14 +108,14 @@ def _holds_everywhere(
 
 
 def _rounding_tolerance(pair: ArrayPair) -> float:
-    """Return how far rounding takes a product from itself, relatively, in the coarser dtype of the two."""
+    """Return the relative error that rounding may leave in a product, in the coarser dtype of the two arrays."""
     size, name = min((x.dtype.itemsize, x.dtype.name) for x in (pair.x, pair.y))
     return {1: 0.15, 2: 1e-2 if name == "bfloat16" else 2e-3, 4: 1e-5}.get(size, 1e-12)
 
 
 def find_formula(pair: ArrayPair) -> Found | None:
-    """Find what the values follow from, if a formula is true of every element: a factor, an offset, a power, a
-    quantisation."""
+    """Find a formula that gives every element from the reference's: a factor, an offset, a power or a quantisation;
+    None if there is none."""
     import numpy as np
 
     u, v = as_float64(pair.x[:_SAMPLE]), as_float64(pair.y[:_SAMPLE])
@@ -121,7 +128,8 @@ def find_formula(pair: ArrayPair) -> Found | None:
 
 
 def _find_factor(pair: ArrayPair, u: Array, v: Array) -> Found | None:
-    """Find whether values are the reference's times a factor."""
+    """Find whether values are the reference's times a factor; None if not. `u` and `v` are the first elements of both,
+    in float64."""
     import numpy as np
 
     sums, fine = _sum_pair(pair), _rounding_tolerance(pair)
@@ -143,7 +151,10 @@ def _find_factor(pair: ArrayPair, u: Array, v: Array) -> Found | None:
 
 
 def _find_offset(pair: ArrayPair, u: Array, v: Array) -> Found | None:
-    """Find whether values are the reference's plus a number, such as 1 between two kinds of norms."""
+    """Find whether values are the reference's plus a number, such as 1 between two kinds of norms; None if not.
+
+    `u` and `v` are the first elements of the reference and of the tensor, in float64.
+    """
     import numpy as np
 
     x, y = pair.x, pair.y
@@ -162,7 +173,7 @@ def _find_offset(pair: ArrayPair, u: Array, v: Array) -> Found | None:
         )
         return Found(
             TensorKind.OFFSET,
-            f"{text}those that multiply by 1 + w (Megatron's zero-centered gamma)",
+            text,
             {"offset": float(one)},
         )
     certain = 25 * fine * largest
@@ -175,7 +186,10 @@ def _find_offset(pair: ArrayPair, u: Array, v: Array) -> Found | None:
 
 
 def _find_power(pair: ArrayPair, u: Array, v: Array) -> Found | None:
-    """Find whether values are the square root of the reference's, or their square."""
+    """Find whether values are the square root of the reference's, or their square; None if not.
+
+    `u` and `v` are the first elements of the reference and of the tensor, in float64.
+    """
     import numpy as np
 
     if not is_floating(pair.x) or (v < 0).any() or len(np.unique(u)) < _LEAST_PLAIN:
@@ -194,8 +208,11 @@ def _find_power(pair: ArrayPair, u: Array, v: Array) -> Found | None:
 
 
 def _find_quantisation(pair: ArrayPair, u: Array, v: Array) -> Found | None:
-    """Detect block-wise quantisation: whole multiples of the block's largest value / 127 or / 7 (linear), or at most
-    256 distinct levels (any other code)."""
+    """Find whether values are the reference's quantised in blocks; None if not.
+
+    They are then whole multiples of the block's largest value / 127 or / 7 (linear), or have at most 256 distinct
+    levels (any other code). `u` and `v` are not used: blocks begin where the tensor does.
+    """
     u, v = (as_float64(t.reshape(-1)[:_SAMPLE]) for t in (pair.a, pair.b))  # blocks begin where the tensor does
     if not is_floating(pair.x) or not 0 < float(((v - u) ** 2).sum()) <= 0.25 * float((u * u).sum()):
         return None
@@ -215,7 +232,10 @@ def _find_quantisation(pair: ArrayPair, u: Array, v: Array) -> Found | None:
 
 
 def _relative_to_block_max(x: Array, block: int) -> Array:
-    """Divide every size by the largest of its block; the last block may be shorter."""
+    """Return the absolute values of a 1-d array, divided by the largest of their block; the last block may be shorter.
+
+    `block` is the number of elements.
+    """
     import numpy as np
 
     rows = abs(np.pad(x, (0, -len(x) % block))).reshape(-1, block)
@@ -224,7 +244,7 @@ def _relative_to_block_max(x: Array, block: int) -> Array:
 
 
 def _are_whole_parts(x: Array, most: int) -> bool:
-    """Tell whether these are whole multiples of 1 / `most`; two that are neither 0 nor 1 are needed."""
+    """Tell whether numbers from 0 to 1 are whole multiples of 1 / `most`; at least two must be neither 0 nor 1."""
     import numpy as np
 
     inner = x[(x > 0) & (x < 1)] * most
@@ -232,7 +252,7 @@ def _are_whole_parts(x: Array, most: int) -> bool:
 
 
 def _count_distinct(x: Array) -> int:
-    """Count distinct values of non-negative `x`; neighbours within 1e-5, relative, count as one; 1 for an empty
+    """Count distinct values of a non-negative array; neighbours within 1e-5, relative, count as one; 1 for an empty
     array."""
     import numpy as np
 
@@ -241,7 +261,7 @@ def _count_distinct(x: Array) -> int:
 
 
 def measure_distance(pair: ArrayPair) -> Found:
-    """Measure how far apart the values are, where no formula fits."""
+    """Describe how far apart the values of two arrays are, where no formula fits: close, or unrelated."""
     sums = _sum_pair(pair)
     if not sums.count:
         return Found(TensorKind.UNRELATED, "has values that are not numbers")

@@ -66,8 +66,8 @@ class Job:
 
     @property
     def scheduler_waits(self) -> bool:
-        """Tell whether the scheduler's step() needs more than this runner has: a metric, as ReduceLROnPlateau, or an
-        epoch."""
+        """Tell whether the scheduler's step() requires an argument that resume-verify does not have: a metric, as
+        ReduceLROnPlateau does, or an epoch."""
         needed = () if self.scheduler is None else inspect.signature(self.scheduler.step).parameters.values()
         return any(p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD) for p in needed)
 
@@ -78,12 +78,12 @@ class OptimizerList(list[Any]):
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
-        """The groups of all of them, in order; so get_state_dict numbers them."""
+        """The param groups of all optimizers, one after the other, as torch's get_state_dict numbers them."""
         return [group for optimizer in self for group in optimizer.param_groups]
 
     @property
     def state(self) -> Mapping[Any, Any]:
-        """The state of every parameter, whichever optimizer has it."""
+        """The state of every parameter, {parameter: state}, whichever optimizer has it."""
         return {p: state for optimizer in self for p, state in optimizer.state.items()}
 
     def step(self) -> None:
@@ -92,7 +92,7 @@ class OptimizerList(list[Any]):
             optimizer.step()
 
     def zero_grad(self) -> None:
-        """Drop the gradients of all."""
+        """Drop the gradients of the parameters of all optimizers."""
         for optimizer in self:
             optimizer.zero_grad()
 
@@ -100,8 +100,11 @@ class OptimizerList(list[Any]):
 def build_job(settings: RunSettings, opened: OpenCheckpoint) -> Job:
     """Build the job that the settings describe, on this rank, before anything is loaded. A collective.
 
+    `opened` is the checkpoint, whose dtypes, LoRA layers and optimizer a job of `config` gets.
+
     Raises:
         UsageError: --config or --job do not give a job. Unsupported: the job needs what only --job can say.
+            MissingPackage: peft is needed and not installed. Errors of the user's build() pass through.
     """
     from torch.distributed.device_mesh import init_device_mesh
 
@@ -177,7 +180,8 @@ def build_job(settings: RunSettings, opened: OpenCheckpoint) -> Job:
 
 
 def _nest_under_prefix(model: Any, settings: RunSettings) -> Any:
-    """Give the model names that begin with `module_prefix`: it becomes the module of that name in empty ones.
+    """Return a model whose parameter names begin with `settings.module_prefix`: empty modules around the given one, or
+    that itself if the prefix is "".
 
     Raises:
         Unsupported: with tensor parallelism, whose plan has the model's own names.
@@ -192,6 +196,7 @@ def _nest_under_prefix(model: Any, settings: RunSettings) -> Any:
 
     class Below(nn.Module):
         def __init__(self, name: str, inner: Any) -> None:
+            """Put the module `inner` under a name; its forward and its signature are those of `inner`."""
             super().__init__()
             self.add_module(name, inner)
             self.__dict__["inner"] = inner
@@ -220,7 +225,7 @@ _ILL = (ArithmeticError, AttributeError, IndexError, KeyError, TypeError, Runtim
 
 
 def _explain_build_error(folder: str, e: Exception) -> str:
-    """Say that transformers cannot build the model of a folder."""
+    """Return a text that says that transformers cannot build the model of a folder, with its error `e`."""
     return (
         f"{argument('config', folder)}: transformers cannot build the model that it describes ({type(e).__name__}: "
         f"{e})."
@@ -228,8 +233,14 @@ def _explain_build_error(folder: str, e: Exception) -> str:
 
 
 def _model_from_config(settings: RunSettings) -> tuple[Any, float]:
-    """Build the model of `--config` on the meta device: (the model, the largest probability of a dropout that was
-    switched off)."""
+    """Build the model of `settings.config` on the meta device: (the model, the largest probability of a dropout that
+    was switched off).
+
+    The probability is 0 if none was.
+
+    Raises:
+        UsageError: there is no config.json, or transformers cannot build a causal language model from it.
+    """
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
     from transformers.initialization import no_init_weights
@@ -269,7 +280,8 @@ def _model_from_config(settings: RunSettings) -> tuple[Any, float]:
 
 @contextmanager
 def _parameters_on_meta() -> Iterator[None]:
-    """Put parameters on the meta device as they are registered, while a model is built; buffers stay."""
+    """While the block runs, every parameter that a module registers is put on the meta device, so that it takes no
+    memory; buffers stay."""
     from torch import nn
 
     original = nn.Module.register_parameter
@@ -287,7 +299,11 @@ def _parameters_on_meta() -> Iterator[None]:
 
 
 def _match_checkpoint(model: Any, ckpt: Checkpoint, notes: list[str]) -> None:
-    """Give the model the checkpoint's dtypes, and let the parameters train that its param groups list."""
+    """Give the parameters and buffers of a model the checkpoint's dtypes, and let only those train that its param
+    groups list.
+
+    Without param groups all train that are floating. `notes` gets a line about those that do not train.
+    """
     import torch
 
     groups = _stored_param_groups(ckpt)
@@ -318,14 +334,15 @@ def _match_checkpoint(model: Any, ckpt: Checkpoint, notes: list[str]) -> None:
 
 
 def _is_sharded(model: Any) -> bool:
-    """Tell whether a model is sharded or replicated already."""
+    """Tell whether a model is in DistributedDataParallel already, or has DTensors."""
     from torch.nn.parallel import DistributedDataParallel
 
     return isinstance(model, DistributedDataParallel) or any(hasattr(p, "_local_tensor") for p in model.parameters())
 
 
 def _repeated_blocks(model: Any) -> list[Any]:
-    """List the repeated modules, which are sharded one by one."""
+    """List the repeated modules, such as the layers of a transformer, which are sharded one by one; none that shares a
+    parameter with another."""
     from torch import nn
 
     names = set(getattr(model, "_no_split_modules", None) or ())
@@ -340,7 +357,11 @@ def _repeated_blocks(model: Any) -> list[Any]:
 
 
 def _shard_model(model: Any, mesh: Any, settings: RunSettings) -> None:
-    """Shard the blocks and the root with FSDP2, after tensor parallelism, activation checkpointing and compilation."""
+    """Shard the blocks of a model and its root with FSDP2, after tensor parallelism, activation checkpointing and
+    compilation.
+
+    `mesh` is the DeviceMesh of the job.
+    """
     import torch
     from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 
@@ -365,7 +386,7 @@ def _shard_model(model: Any, mesh: Any, settings: RunSettings) -> None:
 
 
 def _checkpoint_activations(model: Any, blocks: list[Any]) -> None:
-    """Recompute the activations of blocks in the backward pass."""
+    """Let a model recompute the activations of its blocks in the backward pass."""
     if hasattr(model, "gradient_checkpointing_enable"):
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
         return
@@ -376,7 +397,13 @@ def _checkpoint_activations(model: Any, blocks: list[Any]) -> None:
 
 
 def _apply_tensor_parallelism(model: Any, mesh: Any) -> None:
-    """Apply the plan that transformers has for the architecture, with torch's styles."""
+    """Shard a model by the tensor-parallel plan that transformers has for its architecture, with torch's styles.
+
+    `mesh` is the DeviceMesh of the tensor-parallel ranks.
+
+    Raises:
+        Unsupported: there is no such plan, or it has a style that ckpttool does not apply.
+    """
     import re
 
     from torch.distributed.tensor import Replicate
@@ -412,8 +439,11 @@ def _apply_tensor_parallelism(model: Any, mesh: Any) -> None:
 
 
 def _materialise(model: Any, settings: RunSettings) -> None:
-    """Allocate what is on the meta device, uninitialised, and move the rest to the device. Tied parameters stay
-    tied."""
+    """Allocate what is on the meta device, uninitialised, and move the rest to the device. Tied parameters stay tied.
+
+    Raises:
+        Unsupported: a buffer is on the meta device.
+    """
     import torch
 
     lost = [n for n, b in model.named_buffers() if b.device.type == "meta"]
@@ -446,8 +476,11 @@ def _materialise(model: Any, settings: RunSettings) -> None:
 
 
 def _sum_gradients(model: Any, world: int) -> float:
-    """Make FSDP2 sum gradients instead of averaging them; return the factor for the loss if that is not possible, else
-    1."""
+    """Make FSDP2 sum gradients over ranks instead of averaging them; return the factor for the loss that makes up for
+    it where that is not possible, else 1.
+
+    `world` is the number of data-parallel ranks.
+    """
     from torch.distributed.fsdp import FSDPModule
     from torch.nn.parallel import DistributedDataParallel
 
@@ -466,7 +499,8 @@ def _sum_gradients(model: Any, world: int) -> float:
 
 
 def _stored_param_groups(ckpt: Checkpoint) -> list[dict[str, Any]]:
-    """Read the param groups of a checkpoint: options, and FQNs under "params"."""
+    """Return the param groups of a checkpoint, {option: value} each with FQNs under "params"; groups without FQNs are
+    left out."""
     found: dict[int, dict[str, Any]] = {}
     for v in ckpt.values.values():
         if v.is_param_group and len(v.path) == 4:
@@ -476,7 +510,13 @@ def _stored_param_groups(ckpt: Checkpoint) -> list[dict[str, Any]]:
 
 
 def _build_optimizer(model: Any, ckpt: Checkpoint, notes: list[str]) -> Any:
-    """Build the optimizer whose slots and options the checkpoint has."""
+    """Build the optimizer whose slots (the tensors that it keeps for a parameter) and options the checkpoint has.
+
+    `notes` gets a line where the checkpoint has slots and no param groups.
+
+    Raises:
+        Unsupported: these slots and options are not those of Adam, AdamW or SGD.
+    """
     import torch
 
     groups = _stored_param_groups(ckpt)
@@ -513,7 +553,13 @@ def _build_optimizer(model: Any, ckpt: Checkpoint, notes: list[str]) -> Any:
 
 
 def _replace_parameters(optimizer: Any, names: Mapping[int, str], new: Mapping[str, Any]) -> None:
-    """Replace the parameters of an optimizer that was created before the model was sharded."""
+    """Replace the parameters of an optimizer that was created before the model was sharded.
+
+    Args:
+        optimizer: its param groups are changed.
+        names: {id of the old parameter: FQN}.
+        new: {FQN: new parameter}.
+    """
     for group in optimizer.param_groups:
         for i, p in enumerate(group["params"]):
             name = names.get(id(p))
@@ -525,12 +571,19 @@ def _replace_parameters(optimizer: Any, names: Mapping[int, str], new: Mapping[s
 
 
 def _loss_function(given: Any, causal: bool) -> Callable[[Any, Mapping[str, Any]], tuple[Any, Any, Any]]:
-    """Return the loss of a job: that of build() (`given`), or the mean of next-token cross-entropy as (sum, tokens,
-    logits). `causal`: the model is transformers' own."""
+    """Return the function that computes the loss of a job: loss(model, batch) gives (sum over tokens, number of tokens,
+    logits or None).
+
+    Args:
+        given: the loss of build(); None for the cross-entropy of the next token, or the loss that the model returns.
+        causal: whether the model is transformers' own, which takes no labels then.
+    """
     import torch
     import torch.nn.functional as F
 
     def language(model: Any, batch: Mapping[str, Any]) -> tuple[Any, Any, Any]:
+        """Compute (sum of the cross-entropy of next tokens, number of tokens, logits), or from the model's own mean
+        loss, then without logits."""
         labels = batch.get("labels", batch["input_ids"])
         inputs = {k: v for k, v in batch.items() if k != "labels"}
         if causal:
@@ -554,6 +607,7 @@ def _loss_function(given: Any, causal: bool) -> Callable[[Any, Mapping[str, Any]
         return mean * count, count, None
 
     def own(model: Any, batch: Mapping[str, Any]) -> tuple[Any, Any, Any]:
+        """Call the loss of build(), and check what it returns."""
         out = given(model, batch)
         if not isinstance(out, tuple) or len(out) not in (2, 3):
             raise UsageError("loss(model, batch) of build() must return (sum over tokens, number of tokens[, logits]).")

@@ -42,7 +42,7 @@ _FIELDS = (
 
 
 def add_lora_layers(model: Any, settings: RunSettings, opened: OpenCheckpoint) -> Any:
-    """Add the LoRA layers of the checkpoint to a model; it is returned as it is where the checkpoint holds none.
+    """Return a model with the LoRA layers of the checkpoint; the model itself where the checkpoint holds none.
 
     adapter_config.json is looked for in the folder of `settings.config`, and where ckpttool looks for that of any
     checkpoint (`model_files.find_adapter_files`).
@@ -94,8 +94,11 @@ def add_lora_layers(model: Any, settings: RunSettings, opened: OpenCheckpoint) -
 
 
 def _find_adapter_config(settings: RunSettings, opened: OpenCheckpoint, name: str) -> dict[str, Any] | None:
-    """Find and parse adapter_config.json of the adapter `name` ("": not known), in the folder of `settings.config`,
-    else near the checkpoint (`find_adapter_files`); None if there is none."""
+    """Find and parse adapter_config.json, in the folder of `settings.config`, else near the checkpoint; None if there
+    is none.
+
+    `name` is that of the adapter, "" if it is not known.
+    """
     found = None
     if settings.config is not None and os.path.isdir(settings.config):
         with Source(settings.config) as folder:

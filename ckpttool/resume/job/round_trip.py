@@ -28,7 +28,14 @@ __all__ = ["round_trip"]
 
 
 def round_trip(job: Job, settings: RunSettings, out: Trace, status: Status) -> None:
-    """Save the job, overwrite it with garbage, load it, and compare; the result is `out.roundtrip`. A collective."""
+    """Save the job, overwrite it with garbage, load it, and compare; the result goes into `out.roundtrip`. A
+    collective.
+
+    Where it cannot be done, that says why, as "skipped".
+
+    Raises:
+        CkpttoolError: what was saved cannot be loaded. Errors of torch's save pass through.
+    """
     import torch
     import torch.distributed as dist
     from torch.distributed.checkpoint.state_dict import get_state_dict
@@ -93,7 +100,8 @@ def round_trip(job: Job, settings: RunSettings, out: Trace, status: Status) -> N
 
 
 def _choose_folder(settings: RunSettings, need: int) -> list[str | None]:
-    """Choose [a folder that nobody else has, or None; why not] for a save of `need` bytes."""
+    """Choose a folder for a save of `need` bytes: [a path that does not exist yet, None], or [None, why there is
+    none]."""
     if settings.scratch is None:
         return [None, f"{argument('scratch')} was not given, a folder that all ranks share"]
     free = shutil.disk_usage(settings.scratch).free

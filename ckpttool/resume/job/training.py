@@ -24,7 +24,8 @@ __all__ = ["measure_memory", "measure_probe", "measure_recorded_probe", "train_s
 
 
 def _stack_rows(rows: batches.Rows, first: int, last: int, device: Any) -> dict[str, Any]:
-    """Stack the samples first..last - 1 into a batch on a device."""
+    """Stack the samples first..last - 1 into a batch {name: tensor (samples, ...)} on a device. `rows` gives the sample
+    of an index."""
     import torch
 
     samples = [rows(i) for i in range(first, last)]
@@ -32,7 +33,7 @@ def _stack_rows(rows: batches.Rows, first: int, last: int, device: Any) -> dict[
 
 
 def _device(settings: RunSettings) -> Any:
-    """Return this rank's device."""
+    """Return this rank's torch.device, its GPU or the CPU."""
     import torch
 
     return (
@@ -41,8 +42,13 @@ def _device(settings: RunSettings) -> Any:
 
 
 def measure_probe(job: Job, rows: batches.Rows, settings: RunSettings, file: str, out: Trace) -> None:
-    """Compute the logits of the first rows of the data, and compare those of all ranks; the result is `out.probe`. A
-    collective."""
+    """Compute the logits of the first rows of the data, and compare those of all ranks; the result goes into
+    `out.probe`. A collective.
+
+    Args:
+        rows: gives the sample of an index.
+        file: .npy that rank 0 writes the logits to.
+    """
     import numpy as np
     import torch
     import torch.distributed as dist
@@ -74,8 +80,11 @@ def measure_probe(job: Job, rows: batches.Rows, settings: RunSettings, file: str
 
 
 def measure_recorded_probe(job: Job, settings: RunSettings, out: Trace) -> None:
-    """Sketch the logits of the rows that a `Recorder` probed its job with; the result is `out.probe["recorded"]`. A
-    collective."""
+    """Sketch the logits of the rows that a `Recorder` probed its job with; the result goes into
+    `out.probe["recorded"]`. A collective.
+
+    Where the model cannot compute them, that says why, as "skipped".
+    """
     if not settings.probe:
         return
     batch = probing.probe_batch(settings.probe, _device(settings))
@@ -93,7 +102,15 @@ def measure_recorded_probe(job: Job, settings: RunSettings, out: Trace) -> None:
 
 
 def train_step(job: Job, rows: batches.Rows, step: int, settings: RunSettings) -> Step:
-    """Take one optimizer step on the global batch, and measure it. A collective."""
+    """Take one optimizer step on the global batch, and measure it. A collective.
+
+    Args:
+        rows: gives the sample of an index.
+        step: its number in the whole training, from 1.
+
+    Raises:
+        UsageError: no token counts in the loss. Errors of the model pass through.
+    """
     import torch
     import torch.distributed as dist
 
@@ -166,8 +183,11 @@ def train_step(job: Job, rows: batches.Rows, step: int, settings: RunSettings) -
 
 
 def _seed_by_row(seed: int, row: int) -> None:
-    """Seed the generators by the first row of a micro-batch, and not by the rank that has it: at any world size the
-    forward pass draws the same."""
+    """Seed the generators of torch, numpy and Python by the index of a micro-batch's first row, and not by the rank
+    that has it.
+
+    So the forward pass draws the same numbers at any world size.
+    """
     import numpy as np
     import torch
 
@@ -178,7 +198,7 @@ def _seed_by_row(seed: int, row: int) -> None:
 
 
 def _generator_states(settings: RunSettings) -> Any:
-    """Return the states of all generators that a forward pass may use, to be compared."""
+    """Return the states of all generators that a forward pass may use, only to be compared with ==."""
     import numpy as np
     import torch
 
@@ -188,8 +208,14 @@ def _generator_states(settings: RunSettings) -> Any:
 
 
 def _count_tokens(data: list[tuple[dict[str, Any], bool]], settings: RunSettings) -> tuple[int, str | None, list[str]]:
-    """Count (tokens of the global batch that count in the loss, its digest, the marks of the rows of each rank). A
-    collective."""
+    """Gather what ranks know of a step's batch: (tokens that count in the loss, digest of the rows, the marks of the
+    rows of each rank). A collective.
+
+    The digest is None and the marks are [] where samples are no rows of tokens; then samples are counted.
+
+    Args:
+        data: (batch, whether it counts) of each micro-batch of this rank.
+    """
     import torch.distributed as dist
 
     tokens, known = 0, True
@@ -213,8 +239,11 @@ def _count_tokens(data: list[tuple[dict[str, Any], bool]], settings: RunSettings
 
 
 def _set_learning_rates(job: Job, step: int, settings: RunSettings) -> list[float]:
-    """Set the learning rates of a step and return them; from the second step on those of the reference, if no scheduler
-    sets them."""
+    """Set the learning rates of a step and return them, one for each param group.
+
+    They change only where no scheduler sets them: from the second step after loading on they are those of the
+    reference, if it has them.
+    """
     given = settings.rates.get(step)
     groups = job.optimizer.param_groups
     idle = job.scheduler is None or job.scheduler_waits
@@ -225,7 +254,11 @@ def _set_learning_rates(job: Job, step: int, settings: RunSettings) -> list[floa
 
 
 def _clip_gradients(model: Any, bound: float, norm: float) -> None:
-    """Clip gradients at a norm, as torch.nn.utils.clip_grads_with_norm_ does, for parameters on several meshes."""
+    """Scale the gradients of a model down to the norm `bound`, if theirs is larger; parameters may be on several
+    meshes.
+
+    `norm` is the L2 norm of the whole gradient.
+    """
     import torch
 
     factor = min(1.0, bound / (norm + 1e-6))
@@ -234,7 +267,7 @@ def _clip_gradients(model: Any, bound: float, norm: float) -> None:
 
 
 def _synchronize(settings: RunSettings) -> None:
-    """Wait for the GPU, so that times are those of its work."""
+    """Wait for the GPU, so that times are those of its work; on CPU do nothing."""
     if settings.device == "cuda":
         import torch
 
@@ -242,7 +275,7 @@ def _synchronize(settings: RunSettings) -> None:
 
 
 def measure_memory(settings: RunSettings) -> list[MemoryRecord]:
-    """Measure the peak memory of every rank: of its GPU, or on CPU of the process. A collective."""
+    """Measure the peak memory of every rank, in bytes: of its GPU, or on CPU of the process. A collective."""
     import resource
 
     import torch

@@ -29,16 +29,17 @@ _OFFERED = ("mesh", "device")
 
 
 def _split_job(job: str) -> tuple[str, str]:
-    """Split --job into (file or module, function); the function is "build" if none is given."""
+    """Split "where:function" of --job into (file or module, function); the function is "build" if none is given."""
     where, _, name = job.rpartition(":")
     return (where, name) if where else (name, "build")
 
 
 def check_config_exists(config: str) -> None:
-    """Refuse a path without a config.json, before processes are started; an id of the Hub is looked up later.
+    """Refuse a path without a config.json, before processes are started; what looks like an id of the Hub passes.
 
     Raises:
-        UsageError: no such folder, or it has none."""
+        UsageError: there is no such folder, or it has no config.json.
+    """
     if os.path.isdir(config):
         if not os.path.isfile(os.path.join(config, "config.json")):
             raise UsageError(
@@ -53,11 +54,12 @@ def check_config_exists(config: str) -> None:
 
 
 def check_job_source(job: str) -> None:
-    """Refuse a recipe that cannot work, from the text of its file. No code of it runs, nor of the packages that a
-    module is in.
+    """Refuse a `--job` ("module.py:build") that cannot work, from the text of its file. No code of it runs, nor of the
+    packages that a module is in.
 
     Raises:
         UsageError: there is no such file, module or function; it is no Python; the function requires other arguments.
+            Where a disk or a network fails, the error says that.
     """
     where, name = _split_job(job)
     said = argument("job", job)
@@ -96,7 +98,16 @@ def check_job_source(job: str) -> None:
 
 
 def _refuse_other_arguments(job: str, name: str, others: list[str]) -> None:
-    """Refuse a function that requires arguments which ckpttool does not pass."""
+    """Refuse a function that requires arguments which ckpttool does not pass.
+
+    Args:
+        job: the text of --job, for the error.
+        name: the function.
+        others: those arguments; none are no error.
+
+    Raises:
+        UsageError: there are any.
+    """
     if others:
         raise UsageError(
             f"{argument('job', job)}: {name}() requires {', '.join(others)}, but ckpttool passes only mesh and device."
@@ -104,8 +115,11 @@ def _refuse_other_arguments(job: str, name: str, others: list[str]) -> None:
 
 
 def _defined_names(tree: ast.AST) -> Iterator[tuple[str, ast.AST | None]]:
-    """Yield (name, its definition) at the top of a module, also where it is inside an if, a try or a with; "*" for
-    `from x import *` and for what may define any name."""
+    """Yield (name, its definition, None for an import or a variable) at the top of a module, also inside an if, a try
+    or a with.
+
+    "*" stands for `from x import *` and for what may define any name.
+    """
     for node in ast.iter_child_nodes(tree):
         if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
             yield node.name, node
@@ -121,7 +135,10 @@ def _defined_names(tree: ast.AST) -> Iterator[tuple[str, ast.AST | None]]:
 
 def _find_module(module: str) -> ModuleSpec | None:
     """Find where a module is: installed or on PYTHONPATH, or else in the current folder; None if nowhere. Nothing is
-    imported."""
+    imported.
+
+    `module` is its dotted name.
+    """
     top, *inner = module.split(".")
     spec = _find_installed(top) or PathFinder.find_spec(top, [os.getcwd()]) if top.isidentifier() else None
     for part in inner:
@@ -133,7 +150,7 @@ def _find_module(module: str) -> ModuleSpec | None:
 
 
 def _find_installed(top: str) -> ModuleSpec | None:
-    """Find an installed module; None if there is none."""
+    """Find the installed module of a name without dots; None if there is none."""
     try:
         return importlib.util.find_spec(top)
     except ValueError:  # __main__
@@ -141,17 +158,22 @@ def _find_installed(top: str) -> ModuleSpec | None:
 
 
 def _add_to_path(folder: str) -> None:
-    """Let the recipe import what lies beside it, as a script does. A rank has no other folder than this on its path
-    that is not of its Python or PYTHONPATH."""
+    """Put a folder first on sys.path, so that the user's job can import what lies beside it, as a script does.
+
+    A rank has no other folder on its path that is not of its Python or PYTHONPATH.
+    """
     if folder not in sys.path:
         sys.path.insert(0, folder)
 
 
 def call_build(settings: RunSettings, mesh: Any) -> tuple[Any, Any, Any, Any, Any]:
-    """Call the user's function: (model, optimizer, scheduler, data, loss); None for what it does not give.
+    """Import and call the user's function: (model, optimizer, scheduler, data, loss); None for what it does not give.
+
+    `mesh` is the DeviceMesh that it is offered.
 
     Raises:
-        UsageError: there is no such function, it asks for something else, or gives it.
+        UsageError: there is no such function, it requires other arguments, or it returns something else. Its own errors
+            pass through.
     """
     where, name = _split_job(str(settings.job))
     said = argument("job", settings.job)
@@ -201,8 +223,10 @@ def check_batches_fit_model(model: Any, loss: Callable[..., Any] | None, rows: R
     """Refuse data of build() that its model cannot be called with, before anything is loaded.
 
     Args:
+        model: the model of build().
         loss: the job's own loss(model, batch); None: the model computes it from input_ids and labels.
-        vocabulary: None if not known, then ids are not checked.
+        rows: gives the sample of an index; the first two are looked at.
+        vocabulary: number of token ids; None if not known, then ids are not checked.
 
     Raises:
         UsageError: a sample is no row of tokens; samples differ in keys or shape; a token id is out of the vocabulary;

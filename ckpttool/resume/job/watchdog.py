@@ -78,17 +78,21 @@ class Beat:
 
 
 def beat_to_json(beat: Beat) -> str:
-    """Write a beat as JSON, for `beat_from_json`."""
+    """Return a beat as JSON, for `beat_from_json`."""
     return json.dumps(asdict(beat))
 
 
 def beat_from_json(text: str) -> Beat:
-    """Read what `beat_to_json` wrote."""
+    """Make a beat from the JSON that `beat_to_json` returned.
+
+    Raises:
+        ValueError, TypeError: it is something else.
+    """
     return Beat(**json.loads(text))
 
 
 def beat_period(timeout: float) -> float:
-    """Return the seconds between two beats."""
+    """Return the seconds between two beats, for a timeout in seconds."""
     return min(5.0, timeout / 10)
 
 
@@ -108,10 +112,12 @@ _here = _Here()
 
 
 def enter_stage(what: str, computes: bool = False) -> None:
-    """Begin a stage: the same stages in the same order on every rank.
+    """Begin a stage of this rank, such as "building the model"; all ranks begin the same stages in the same order.
 
-    `computes`: alone and on the CPU, so that its main thread makes progress while it uses that. Elsewhere it may wait
-    for others by asking again and again.
+    Args:
+        what: its name, for people.
+        computes: whether the main thread computes alone and on the CPU, so that it makes progress while it uses that.
+            In other stages it may use the CPU while it waits for others.
     """
     _here.what, _here.computes = what, computes
     _here.position += 1
@@ -122,23 +128,29 @@ def enter_stage(what: str, computes: bool = False) -> None:
 
 
 def report_progress() -> None:
-    """Report that this rank makes progress within its stage."""
+    """Report that this rank makes progress within its stage, so that it does not count as silent."""
     _here.moves += 1
 
 
 def current_stage() -> str:
-    """Return the stage that this rank is in."""
+    """Return the name of the stage that this rank is in."""
     return _here.what
 
 
 def write_stages_to(path: str) -> None:
-    """Let `enter_stage` write each stage to this file from now on, which is there when the rank was killed. It costs 2
-    us."""
+    """Let `enter_stage` write each stage to this file from now on, where it can still be read if the rank is killed.
+
+    A write takes 2 microseconds.
+    """
     _here.file = os.open(path, os.O_WRONLY | os.O_CREAT, 0o600)
 
 
 def read_later_stage(beat: Beat, path: str) -> Beat:
-    """Return a beat with the stage from the file that `write_stages_to` wrote, if that is later."""
+    """Return a beat with the stage that its rank wrote to the file `path` (`write_stages_to`), if that is later than
+    the beat's.
+
+    A file that is missing or damaged changes nothing.
+    """
     try:
         with open(path, encoding="utf-8", errors="replace") as f:
             position, _, what = f.read().partition(" ")
@@ -154,6 +166,14 @@ class _Pulse(threading.Thread):
     """
 
     def __init__(self, rank: int, timeout: float, publish: Callable[[Beat], None], stacks: IO[str] | int) -> None:
+        """Keep the arguments.
+
+        Args:
+            rank: this rank.
+            timeout: seconds that it may make no progress.
+            publish: called with each beat; its OSErrors are ignored.
+            stacks: a text file or a file descriptor for stacks of a hanging rank.
+        """
         super().__init__(name="ckpttool-pulse", daemon=True)
         self.rank, self.timeout, self.period = rank, timeout, beat_period(timeout)
         self.publish, self.stacks = publish, stacks
@@ -161,8 +181,11 @@ class _Pulse(threading.Thread):
         self.main = threading.main_thread().ident
 
     def run(self) -> None:
-        """Publish a beat every period, or sooner at a new stage, until `over` is set; faulthandler writes the stacks to
-        `stacks` if native code holds the GIL for almost `timeout`."""
+        """Publish a beat every period, or sooner at a new stage, until `over` is set.
+
+        If native code holds the GIL for almost `timeout`, so that no beat is possible, faulthandler writes the stacks
+        to `stacks`.
+        """
         count, quiet, before, bytes_before, used_before = 0, 0.0, (0, 0), 0, 0.0
         while True:
             done, used, now = _bytes_moved(), _cpu_seconds(), (_here.position, _here.moves)
@@ -191,8 +214,14 @@ class _Pulse(threading.Thread):
 def publishing_beats(
     rank: int, timeout: float, publish: Callable[[Beat], None], stacks: IO[str] | int
 ) -> Iterator[None]:
-    """Publish what this rank does while the block runs. `stacks` gets its stack if Python's lock is held for so
-    long."""
+    """While the block runs, publish regularly what this rank does.
+
+    Args:
+        rank: this rank.
+        timeout: seconds that it may make no progress.
+        publish: called with each beat, on another thread.
+        stacks: a text file or a file descriptor that gets the stacks if native code holds the GIL for almost `timeout`.
+    """
     pulse = _Pulse(rank, timeout, publish, stacks)
     pulse.start()
     try:
@@ -204,8 +233,10 @@ def publishing_beats(
 
 
 def _bytes_moved() -> int:
-    """Count the bytes that this process has read and written so far: a save or a load of hours has no stages, but moves
-    them."""
+    """Return how many bytes this process has read and written so far; 0 where the system does not tell.
+
+    A save or a load of hours has no stages, but moves bytes.
+    """
     try:
         with open("/proc/self/io", encoding="ascii") as f:
             numbers = dict(line.split(": ") for line in f.read().splitlines())
@@ -215,7 +246,7 @@ def _bytes_moved() -> int:
 
 
 def _cpu_seconds() -> float:
-    """Measure how long the main thread of this process has used a CPU."""
+    """Return how many seconds the main thread of this process has used a CPU; 0 where the system does not tell."""
     try:
         with open(f"/proc/self/task/{os.getpid()}/stat", encoding="ascii", errors="replace") as f:
             user, system = f.read().rpartition(")")[2].split()[11:13]
@@ -225,7 +256,11 @@ def _cpu_seconds() -> float:
 
 
 def _inspect_stack(frame: Any) -> tuple[str, list[str]]:
-    """Find (the collective that a thread waits in, "" for none; its frames, innermost first)."""
+    """Inspect the stack of a thread: (the collective that it waits in, "" for none; its frames, innermost first, at
+    most 12).
+
+    `frame` is its innermost frame, None if it has none.
+    """
     frames = []
     while frame is not None:
         frames.append((frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name))
@@ -256,7 +291,7 @@ class Stall:
     seconds: float
 
     def to_error(self) -> RankLost:
-        """Make the error that says it, with the stacks as notes."""
+        """Return the error that tells which ranks hold the job up and where; stacks are its notes."""
         first = self.beats[self.culprits[0]]
         if len(self.culprits) == len(self.beats) > 1:
             text = (
@@ -278,7 +313,7 @@ class Stall:
         return out
 
     def _describe_state(self, beat: Beat) -> str:
-        """Say what a culprit's process does, as far as the kernel or its last beat tells."""
+        """Return a text about what a culprit's process does, as far as the kernel or its last beat tells."""
         if not beat.count and not beat.pid:
             return "nothing was heard of it"
         letter, place = _process_state(beat)
@@ -303,7 +338,7 @@ class Stall:
 
 
 def _describe_places(beats: Mapping[int, Beat]) -> str:
-    """Say where ranks are, those that are at the same place together."""
+    """Return a text about where ranks are, {rank: its last beat}; those at the same place together."""
     places: dict[str, list[int]] = {}
     for rank, beat in beats.items():
         doing = f"waiting in {beat.waits}" if beat.waits else f"at {beat.stack[0]}" if beat.stack else "silent"
@@ -316,8 +351,11 @@ def _describe_places(beats: Mapping[int, Beat]) -> str:
 
 
 def _process_state(beat: Beat) -> tuple[str, str]:
-    """Read (state letter, function of the kernel that it waits in) of a process of this machine; ("", "") of another
-    one's."""
+    """Read what the kernel says of a beat's process: (state letter, such as "T" for stopped; kernel function that it
+    waits in).
+
+    ("", "") for a process of another machine, ("X", "") if there is none any more.
+    """
     if not beat.pid or beat.host not in ("", socket.gethostname()):
         return "", ""
     try:
@@ -337,16 +375,21 @@ class Watch:
     """Finds that a job does not go on, from the beats of its ranks."""
 
     def __init__(self, ranks: Mapping[int, int], timeout: float) -> None:
-        """`ranks`: {rank: process id on this machine, 0 where that is not known}."""
+        """Keep the ranks to watch.
+
+        Args:
+            ranks: {rank: process id on this machine, 0 where that is not known}.
+            timeout: seconds that a rank may make no progress.
+        """
         self.timeout, self.period = timeout, beat_period(timeout)
         self._beats = {rank: Beat(rank, pid) for rank, pid in ranks.items()}
         self._since = dict.fromkeys(ranks, 0.0)  # their last beats, in seconds
 
     def find_stall(self, beats: Mapping[int, Beat], seconds: float) -> Stall | None:
-        """Find what holds the job up; None while nothing has been silent for the timeout.
+        """Find which ranks hold the job up; None as long as none has made no progress for the timeout.
 
         Args:
-            beats: the latest beat of each rank, as far as known.
+            beats: {rank: its latest beat}, as far as known.
             seconds: since the last call.
         """
         for rank in self._beats:
@@ -369,5 +412,5 @@ class Watch:
         return Stall(sorted(culprits), frozen, dict(self._beats), max(quiet[r] for r in culprits))
 
     def frozen_ranks(self) -> set[int]:
-        """Return the ranks whose threads do not run."""
+        """Return the ranks that have published no beat for three periods: even their threads do not run."""
         return {r for r, since in self._since.items() if since >= _MISSED * self.period}

@@ -34,8 +34,19 @@ _PATIENCE = 20.0  # seconds for killed processes to end
 
 
 def launch_runs(plan: Mapping[str, RunSettings], folder: str, status: Status) -> dict[str, Trace]:
-    """Run these runs on ranks of this machine, and return their traces. Consecutive runs with the same world size share
-    a launch."""
+    """Make runs on ranks of this machine, one after the other, and return {label: trace}.
+
+    Consecutive runs with the same world size share a launch, the processes of all ranks.
+
+    Args:
+        plan: {label: settings of a run}.
+        folder: an existing folder for the files of the ranks.
+        status: called with what is being done.
+
+    Raises:
+        CkpttoolError: a rank failed, or ended before the end of its runs. RankLost: one was killed, or made no
+            progress. Interrupted: Ctrl-C or SIGTERM.
+    """
     out: dict[str, Trace] = {}
     waiting = list(plan.items())
     number = 0
@@ -66,11 +77,16 @@ def launch_runs(plan: Mapping[str, RunSettings], folder: str, status: Status) ->
 
 
 def run_ranks(folder: str, world: int, settings: RunSettings, status: Status) -> None:
-    """Run the worker on `world` ranks, with the runs that `folder` describes, and pass on what they do.
+    """Start `world` processes that make the runs in runs.json of `folder`, wait for their end, and pass on what they
+    say.
+
+    Args:
+        settings: those of the first run, for the device and the timeout.
+        status: called with what is being done.
 
     Raises:
         CkpttoolError: a rank failed. RankLost: one was killed, or made no progress for `settings.timeout` seconds.
-        Interrupted: Ctrl-C or SIGTERM. No rank is left behind.
+            Interrupted: Ctrl-C or SIGTERM. No rank is left behind.
     """
     ranks = _Ranks(folder)
     try:
@@ -95,8 +111,15 @@ def run_ranks(folder: str, world: int, settings: RunSettings, status: Status) ->
 
 
 def start_rank(words: list[str], environment: Mapping[str, str], log: str) -> subprocess.Popen[bytes]:
-    """Start a rank: `python -P WORDS`, whose modules never come from the current folder, in a session of its own, so
-    that a Ctrl-C of the terminal reaches only the command."""
+    """Start a process `python -P WORDS`, whose modules never come from the current folder.
+
+    It is in a session of its own, so that a Ctrl-C of the terminal reaches only the command that starts it.
+
+    Args:
+        words: the arguments of Python.
+        environment: all of its environment variables.
+        log: the file that its output is appended to.
+    """
     with open(log, "ab") as f:
         return subprocess.Popen(
             [sys.executable, "-P", *words],
@@ -118,7 +141,7 @@ class _Ranks:
         self._failed: float | None = None
 
     def start(self, world: int, settings: RunSettings) -> None:
-        """Start `world` ranks, which share the cores of this machine."""
+        """Start `world` ranks, which share the cores of this machine; `settings` are those of their first run."""
         threads = max(1, (os.cpu_count() or 1) // world) if settings.device == "cpu" else 8
         common = {
             "OMP_NUM_THREADS": str(threads),
@@ -133,7 +156,7 @@ class _Ranks:
             self.children[rank] = start_rank(words, environment, os.path.join(self.folder, "log"))
 
     def have_ended(self) -> bool:
-        """Tell whether all have ended, or one has failed and the others have had the time to say why."""
+        """Tell whether all ranks have ended, or one failed 3 seconds ago, in which the others could say why."""
         for rank, child in self.children.items():
             if rank not in self.statuses and (status := _exit_status(child.pid)) is not None:
                 self.statuses[rank] = status
@@ -143,7 +166,10 @@ class _Ranks:
         return late or len(self.statuses) == len(self.children)
 
     def kill(self) -> None:
-        """Kill what still runs, and what a rank has started, also one that has ended: loaders of data outlive it."""
+        """Kill the ranks that still run, and all that any rank has started: loaders of data outlive their rank.
+
+        Waits up to 20 seconds for them to end.
+        """
         for child in self.children.values():
             with suppress(ProcessLookupError):
                 os.killpg(child.pid, signal.SIGKILL)
@@ -154,8 +180,10 @@ class _Ranks:
 
 
 def _exit_status(pid: int) -> int | None:
-    """Return the exit status of a child, or minus the signal that killed it; None while it runs. The child keeps its
-    number, which its process group has, too."""
+    """Return the exit status of a child process, or minus the signal that killed it; None while it runs.
+
+    The child is not reaped: it keeps its process id, which is also that of its process group.
+    """
     found = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
     if found is None:
         return None
@@ -163,7 +191,11 @@ def _exit_status(pid: int) -> int | None:
 
 
 def pass_on_status(folder: str, seen: int, status: Status) -> int:
-    """Pass on the lines that rank 0 wrote after byte `seen` of its log of events; return the byte to continue from."""
+    """Call `status` with each line that rank 0 has added to the file "events" of `folder`; return the byte to continue
+    from.
+
+    `seen` is the byte that the last call returned, 0 at first.
+    """
     try:
         with open(os.path.join(folder, "events"), encoding="utf-8") as f:
             f.seek(seen)
@@ -177,7 +209,7 @@ def pass_on_status(folder: str, seen: int, status: Status) -> int:
 
 
 def _read_beats(folder: str) -> dict[int, Beat]:
-    """Read {rank: its last beat, with the stage that it was in last}, of ranks that have begun."""
+    """Return {rank: its last beat, with the stage that it was in last} of the ranks that have begun."""
     out = {}
     for path in glob.glob(os.path.join(glob.escape(folder), "stage-*")):
         rank = int(path.rpartition("-")[2])
@@ -189,18 +221,22 @@ def _read_beats(folder: str) -> dict[int, Beat]:
 
 
 def _error_files(folder: str) -> list[str]:
-    """List the files in which ranks left their errors."""
+    """List the files in which ranks left their errors, in the folder of a launch."""
     return glob.glob(os.path.join(glob.escape(folder), "error-*.json"))
 
 
 def raise_rank_error(folder: str, statuses: Mapping[int, int]) -> None:
-    """Raise what made the job fail: a rank that was killed, or else what the ranks left in files.
+    """Raise what made the job fail: that a rank was killed, or else the error that a rank left in a file.
 
-    The errors of the ranks that lost their peer come after its death, and are not the cause. SIGABRT is last: libraries
-    of collectives end their process with it when a peer is gone.
+    Only called if there is one of these. The errors of the ranks that lost their peer come after its death, and are not
+    the cause. SIGABRT is last: libraries of collectives end their process with it when a peer is gone.
 
     Args:
+        folder: of the launch.
         statuses: {rank: exit status, or minus a signal} of those that ended by themselves.
+
+    Raises:
+        RankLost: a rank was killed. CkpttoolError: a rank failed; the class is that of its error.
     """
     found = []
     for path in _error_files(folder):
@@ -223,7 +259,12 @@ def raise_rank_error(folder: str, statuses: Mapping[int, int]) -> None:
 
 
 def _explain_death(rank: int, status: int, where: str) -> CkpttoolError:
-    """Make the error of a rank that ended without leaving one; `status` is its exit status, or minus a signal."""
+    """Return the error about a rank that ended without leaving one.
+
+    Args:
+        status: its exit status, or minus a signal.
+        where: the stage that it was in.
+    """
     if status > 0:
         return CkpttoolError(f"rank {rank} ended with status {status} in {where!r}, without an error message.")
     number = -status
@@ -239,7 +280,10 @@ def _explain_death(rank: int, status: int, where: str) -> CkpttoolError:
 
 
 def _attach_log(e: CkpttoolError, folder: str, more: str = "") -> CkpttoolError:
-    """Return the same error, with the log of the ranks, their stacks and tracebacks in a file that stays."""
+    """Return the same error with the path of a log that stays: what ranks printed, their stacks, and the text `more`.
+
+    `folder` is that of the launch.
+    """
     kept = os.path.join(tempfile.mkdtemp(prefix="ckpttool-failed-"), "log")
     shutil.copyfile(os.path.join(folder, "log"), kept)
     with open(kept, "a", encoding="utf-8") as f:

@@ -52,8 +52,8 @@ def is_rank_of_job() -> bool:
 
 
 def exit_process(status: int) -> NoReturn:
-    """End this process. On the usual way out, threads of gloo now and then outlive what owns them, and the process
-    aborts."""
+    """End this process at once, without Python's usual cleaning up: there, threads of gloo now and then outlive what
+    owns them, and the process aborts."""
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(status)
@@ -68,7 +68,10 @@ class _LastingJob:
 
 @contextmanager
 def lasting_job() -> Iterator[None]:
-    """Let a job that is joined in this block last until `exit_together`, or until the block fails."""
+    """Let a process group that `joined_job` makes in this block last until `exit_together`, or until the block fails.
+
+    If it fails, the ranks that wait for this one learn that it is gone.
+    """
     _LastingJob.wanted = True
     try:
         yield
@@ -84,9 +87,11 @@ def lasting_job() -> Iterator[None]:
 
 
 def exit_together(status: int) -> NoReturn:
-    """End this process with the status of rank 0, as soon as that has one. A collective, in the block of `lasting_job`.
+    """End this process with the exit status of rank 0, as soon as that has one. A collective, in the block of
+    `lasting_job`.
 
     A torchrun whose ranks have ended with 0 waits for those on other nodes, for 300 s if these end with another status.
+    `status` is this rank's; only that of rank 0 counts.
 
     Raises:
         RankLost: rank 0 has ended.
@@ -109,11 +114,15 @@ def exit_together(status: int) -> NoReturn:
 
 @contextmanager
 def joined_job(device: str, deterministic: bool, timeout: float, meeting: str | None = None) -> Iterator[None]:
-    """Join torch.distributed of this job: NCCL on CUDA, gloo on CPU; begun here unless the caller's own is running.
+    """While the block runs, this process is in the process group of its job: NCCL on CUDA, gloo on CPU.
+
+    If torch.distributed is initialised already, its group is used and stays.
 
     Args:
-        timeout: seconds that a rank may make no progress, see job/watchdog.py.
-        meeting: a file, where the ranks of one machine meet; without it they meet at MASTER_ADDR and MASTER_PORT.
+        device: "cuda" or "cpu".
+        deterministic: whether to set environment variables for deterministic kernels.
+        timeout: seconds that a rank may make no progress; collectives wait for 60 more.
+        meeting: a file, where the ranks of one machine meet; if None they meet at MASTER_ADDR and MASTER_PORT.
 
     Raises:
         UsageError: MASTER_PORT is in use. CkpttoolError: this rank cannot reach rank 0.
@@ -154,10 +163,16 @@ def joined_job(device: str, deterministic: bool, timeout: float, meeting: str | 
 
 
 def _prefix_of_attempt(store: Any, rank: int, world: int, patience: timedelta) -> Any:
-    """Return the store with a prefix that its ranks agree on and no earlier attempt has used. A collective.
+    """Return a view of the store under a prefix that the ranks of this attempt agree on, and no earlier attempt has
+    used. A collective.
 
     Restarts are counted by each machine for itself, so the count cannot be that prefix. Rank 0 answers whoever asks,
     until all have heard the answer of this rank 0: some of the questions may be an earlier attempt's.
+
+    Args:
+        store: torch.distributed's, which all ranks share.
+        rank, world: number of this rank, and of ranks.
+        patience: how long rank 0 waits for the others.
 
     Raises:
         DistStoreError: a rank did not come in time.
@@ -185,7 +200,7 @@ def _prefix_of_attempt(store: Any, rank: int, world: int, patience: timedelta) -
 
 
 def _explain_join_error(e: Exception) -> CkpttoolError:
-    """Make the error that says why this rank could not join the job, and what to do."""
+    """Return the error that says why this rank could not join the job, and what to do; `e` is torch's."""
     host, port, rank = (os.environ.get(k, "") for k in ("MASTER_ADDR", "MASTER_PORT", "RANK"))
     if "EADDRINUSE" in str(e):
         return UsageError(
@@ -203,7 +218,7 @@ def _explain_join_error(e: Exception) -> CkpttoolError:
 
 
 def is_lost_peer(e: BaseException) -> bool:
-    """Tell whether a rank raised this because another one is gone, as gloo and NCCL say it."""
+    """Tell whether an error on a rank means that another rank is gone, as gloo and NCCL say it."""
     import torch.distributed as dist
 
     return isinstance(e, dist.DistError) or "by peer" in str(e)
@@ -211,10 +226,15 @@ def is_lost_peer(e: BaseException) -> bool:
 
 @contextmanager
 def watched_job(timeout: float, status: Status) -> Iterator[None]:
-    """Watch the ranks of the job that torchrun or srun started, while the block runs, and in that of `lasting_job` to
-    its end.
+    """While the block runs, watch the ranks of the job that torchrun or srun started; in the block of `lasting_job`, to
+    the end of that.
 
-    A silent job ends: its ranks print which one holds it up, and end with the exit code of `RankLost`.
+    A silent job ends: its ranks print which one holds it up, and end with the exit code of `RankLost`. Where the store
+    of the job cannot be reached, nothing is watched, and `status` is told so.
+
+    Args:
+        timeout: seconds that a rank may make no progress.
+        status: called with a sentence.
     """
     import torch.distributed as dist
 
@@ -244,6 +264,12 @@ class _BeatObserver:
     """Publishes the beats of this rank in the store, and looks at those of the others."""
 
     def __init__(self, store: Any, timeout: float) -> None:
+        """Keep the arguments.
+
+        Args:
+            store: torch.distributed's, which all ranks share.
+            timeout: seconds that a rank may make no progress.
+        """
         import torch.distributed as dist
 
         self.store, self.timeout, self.period = store, timeout, beat_period(timeout)
@@ -282,7 +308,7 @@ class _BeatObserver:
         self._exit_with(stall.to_error())
 
     def _exit_with(self, e: RankLost) -> None:
-        """Print an error and end this process with its exit code."""
+        """Print an error and its notes, and end this process with the error's exit code."""
         print(f"error: rank {self.rank} of {self.world} says: {e}", file=sys.stderr)  # noqa: T201
         for note in getattr(e, "__notes__", ()):
             print(f"note: {note}", file=sys.stderr)  # noqa: T201

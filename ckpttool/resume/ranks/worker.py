@@ -69,6 +69,10 @@ _IN_JOB = ("model", "optim")
 def run_job(settings: RunSettings, probe_file: str, status: Status) -> Trace | None:
     """Load one checkpoint into one job, train some steps, and return the trace on rank 0; None on others. A collective.
 
+    Args:
+        probe_file: .npy that the logits of the probe are written to.
+        status: called with what is being done.
+
     Raises:
         CkpttoolError: the job cannot be built, or a rank cannot read its part. That the checkpoint does not fit the
             model is no error but a result (`Trace.failed`).
@@ -122,7 +126,7 @@ def run_job(settings: RunSettings, probe_file: str, status: Status) -> Trace | N
 
 
 def _begin_trace(settings: RunSettings, job: Job, opened: OpenCheckpoint) -> Trace:
-    """Begin the trace of a run with what is known before anything is loaded."""
+    """Return the trace of a run with what is known before anything is loaded."""
     import torch.distributed as dist
 
     ckpt = opened.checkpoint
@@ -162,7 +166,7 @@ def _begin_trace(settings: RunSettings, job: Job, opened: OpenCheckpoint) -> Tra
 
 
 def _has_optimizer_state(job: Job, opened: OpenCheckpoint, out: Trace) -> bool:
-    """Tell whether the job has an optimizer, and the checkpoint state for it; if not, note that in the trace."""
+    """Tell whether the job has an optimizer, and the checkpoint state for it; if not, add a note to the trace `out`."""
     ckpt = opened.checkpoint
     entries = [t.path for t in ckpt.tensors.values()] + [v.path for v in ckpt.values.values()]
     if job.optimizer is not None and any(path[0] == "optim" for path in entries):
@@ -174,10 +178,10 @@ def _has_optimizer_state(job: Job, opened: OpenCheckpoint, out: Trace) -> bool:
 
 
 def _open_rows(settings: RunSettings, job: Job) -> tuple[batches.Rows, int | None]:
-    """Open the data of the job: (rows, their length; None if that is not known).
+    """Open the data of the job: (function from sample index to row, tokens of a row; None if that is not known).
 
     Raises:
-        UsageError: they are not what the model of build() takes.
+        UsageError: the data cannot be read, or is not what the model takes.
     """
     if job.data is not None:
         rows = batches.wrap_user_data(job.data)
@@ -206,7 +210,12 @@ class _RateReporter:
         self.status, self.began, self.said = status, time.monotonic(), time.monotonic()
 
     def __call__(self, what: str, done: int, total: int) -> None:
-        """Report progress; the status says it at most every two seconds."""
+        """Report progress to the watchdog, and at most every two seconds a line to the status.
+
+        Args:
+            what: is done, such as "load".
+            done, total: bytes of this rank.
+        """
         report_progress()
         now = time.monotonic()
         if now - self.said < 2 or not done:
@@ -224,6 +233,7 @@ class _LoadCost:
     meanwhile. `bytes` are those of tensors that this rank read, to be set by the caller."""
 
     def __init__(self, device: str) -> None:
+        """Begin to measure, and reset the peaks of memory; `device` is "cuda" or "cpu"."""
         self.bytes = 0
         self._on_gpu, self._began = device == "cuda", time.monotonic()
         # on Linux; elsewhere the peak is that of the whole process
@@ -235,7 +245,7 @@ class _LoadCost:
             torch.cuda.reset_peak_memory_stats()
 
     def measure(self) -> LoadCostRecord:
-        """Return the costs up to now."""
+        """Return the costs since this object was made."""
         device = None
         if self._on_gpu:
             import torch
@@ -247,7 +257,7 @@ class _LoadCost:
 
 
 def _peak_host_bytes() -> int:
-    """Return the most resident memory since it was last cleared, in bytes."""
+    """Return the most resident memory of this process since `_LoadCost` last cleared that peak, in bytes."""
     with suppress(OSError, ValueError, IndexError), open("/proc/self/status", encoding="ascii", errors="replace") as f:
         return next(int(line.split()[1]) << 10 for line in f if line.startswith("VmHWM:"))
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10
@@ -262,7 +272,14 @@ def _load_checkpoint(
     out: Trace,
     status: Status,
 ) -> str | None:
-    """Load the checkpoint into the job; return why that cannot be done, on every rank alike, or None. A collective."""
+    """Load the checkpoint into the job; return why that cannot be done, on every rank alike, or None. A collective.
+
+    Args:
+        refused: the error that opening the checkpoint gave; None for none.
+        trained: whether to load optimizer and scheduler, too.
+        out: the trace, which gets the costs of the load, notes, and what does not fit.
+        status: called with how far the load is.
+    """
     problem = None if refused is None else str(refused)
     fits = not isinstance(refused, DoesNotFit)
     cost = _LoadCost(settings.device)
@@ -298,7 +315,12 @@ def _load_checkpoint(
 def _fingerprint_state(
     job: Job, trained: bool, opened: OpenCheckpoint, settings: RunSettings, out: Trace, status: Status
 ) -> None:
-    """Take the fingerprints of what the job holds, and of the files. A collective."""
+    """Put the fingerprints of what the job holds, and of the files, into the trace `out`. A collective.
+
+    Args:
+        trained: whether the optimizer's state was loaded, too.
+        status: called with how far the second reading of the files is.
+    """
     import torch
     import torch.distributed as dist
 
@@ -346,7 +368,11 @@ def _fingerprint_state(
 
 
 def _restore_rng(settings: RunSettings, opened: OpenCheckpoint, out: Trace) -> None:
-    """With --keep-dropout, restore the generators of each rank, where the checkpoint has them for as many ranks."""
+    """Restore this rank's random states from the checkpoint if dropout is kept, and the checkpoint has them for as many
+    ranks.
+
+    Whether it has goes into `out.environment`, and a note if not.
+    """
     if not settings.keep_dropout:
         return
     import torch
@@ -372,7 +398,7 @@ def _restore_rng(settings: RunSettings, opened: OpenCheckpoint, out: Trace) -> N
 
 
 def main(folder: str) -> None:
-    """Run one rank of a launch, whose files are in `folder`, and end the process."""
+    """Run one rank of a launch, whose files are in `folder`, and end the process: with 0, or with 1 after an error."""
     faulthandler.enable()
     rank = int(os.environ["RANK"])
     runs = read_settings(os.path.join(folder, "runs.json"))
@@ -407,7 +433,7 @@ def main(folder: str) -> None:
 
 
 def _leave_with_error(folder: str, rank: int, e: BaseException) -> NoReturn:
-    """Write this rank's error for the launching process, and end."""
+    """Write this rank's error `e` to a file for the launching process, and end this process with 1."""
     import traceback
 
     word: Mapping[str, Any] = {
@@ -424,7 +450,7 @@ def _leave_with_error(folder: str, rank: int, e: BaseException) -> NoReturn:
 
 
 def _write_atomically(folder: str, name: str, text: str) -> None:
-    """Write a file that is never there in part."""
+    """Write a text to the file `name` of a folder, under another name first, so that nobody reads half of it."""
     temporary = os.path.join(folder, f".{name}")
     with open(temporary, "w", encoding="utf-8") as f:
         f.write(text)

@@ -22,11 +22,17 @@ _NEW = 60.0  # seconds in which a run certainly takes the lock of the folder tha
 
 @contextmanager
 def temporary_workspace(parent: str | None = None) -> Iterator[str]:
-    """Make a new folder in `parent`, or in the folder for temporary files, and remove it afterwards; and so are those
-    of dead runs.
+    """While the block runs, there is a new folder for temporary files; it is removed afterwards, and those of dead runs
+    before.
 
     A run holds the lock of its folder, and the kernel lets go of it when the run ends. Not every network file system
     has locks that other machines see, so the name says whose folder it is.
+
+    Args:
+        parent: where it is made; None for the system's folder for temporary files.
+
+    Raises:
+        OSError: no folder can be made there.
     """
     parent = parent or tempfile.gettempdir()
     prefix = f"ckpttool-resume-{re.sub('[^A-Za-z0-9.-]', '-', socket.gethostname())}-"
@@ -42,7 +48,8 @@ def temporary_workspace(parent: str | None = None) -> Iterator[str]:
 
 
 def _remove_if_dead(folder: str) -> None:
-    """Remove the folder of a run that holds its lock no longer."""
+    """Remove a workspace folder whose run has ended, so that nobody holds its lock; one younger than a minute is
+    left."""
     try:
         if time.time() - os.stat(folder).st_mtime < _NEW:
             return

@@ -59,8 +59,14 @@ class _Axis:
 
 
 def draw_figure(quantity: str, name: str, rows: Sequence[ComparedStep], with_reference: bool) -> Figure:
-    """Draw the chart of one quantity (a key of `facts.QUANTITIES`) over the steps of `rows`, which must not be
-    empty."""
+    """Draw the chart of one quantity over steps.
+
+    Args:
+        quantity: a key of `facts.QUANTITIES`.
+        name: the quantity in words.
+        rows: the steps, not empty.
+        with_reference: whether there is a reference, whose numbers are drawn, too.
+    """
     steps = [r.got.step for r in rows]
     first, last = min(steps), max(steps)
 
@@ -109,27 +115,30 @@ def finite_or_inf(difference: float) -> float:
 
 
 def _path(kind: str, d: str) -> Shape:
-    """Make a path of SVG; `kind` is its class in the style sheet."""
+    """Make an SVG path; `kind` is its class in the style sheet, `d` its commands."""
     return Shape("path", {"class": kind, "d": d})
 
 
 def _circle(kind: str, x: float, y: float, r: float) -> Shape:
-    """Make a circle of SVG; `kind` is its class in the style sheet."""
+    """Make an SVG circle with centre (x, y) and radius `r`; `kind` is its class in the style sheet."""
     return Shape("circle", {"class": kind, "cx": f"{x:.1f}", "cy": f"{y:.1f}", "r": r})
 
 
 def _text(kind: str, x: object, y: object, text: str, anchor: str | None = None) -> Shape:
-    """Make a text of SVG; `kind` is its class in the style sheet."""
+    """Make an SVG text; `kind` is its class in the style sheet.
+
+    `anchor` is "middle" or "end", the place of (x, y) in the text; None for its start.
+    """
     return Shape("text", {"class": kind, "x": x, "y": y, "text-anchor": anchor}, text)
 
 
 def _cross_mark(x: float, y: float) -> Shape:
-    """Mark a value that is outside of the envelope, or not a finite number."""
+    """Make a cross at (x, y), for a value that is outside of the envelope (the bounds), or not a finite number."""
     return _path("out", f"M{x - 4:.1f} {y - 4:.1f}l8 8m0 -8l-8 8")
 
 
 def _grid(axis: _Axis, top: float, bottom: float) -> Iterator[Shape]:
-    """Draw the frame of a panel, its grid lines and their numbers."""
+    """Draw the frame of a panel between two heights, its grid lines and their numbers."""
     yield _path("frame", f"M{_LEFT} {top}V{bottom}H{_RIGHT}")
     for value, text in axis.ticks:
         y = axis.place(value)
@@ -139,7 +148,13 @@ def _grid(axis: _Axis, top: float, bottom: float) -> Iterator[Shape]:
 
 
 def _curve(kind: str, xs: Sequence[float], values: Sequence[float | None], axis: _Axis) -> Iterator[Shape]:
-    """Draw a path with gaps where a value is missing or not finite."""
+    """Draw a curve, with gaps where a value is None or not finite.
+
+    Args:
+        kind: its class in the style sheet.
+        xs: places in the chart, one for each value.
+        axis: gives the height of a value.
+    """
     d, pen = [], False
     for x, v in zip(xs, values, strict=True):
         if v is None or not math.isfinite(v):
@@ -154,8 +169,11 @@ def _curve(kind: str, xs: Sequence[float], values: Sequence[float | None], axis:
 def _markers(
     kind: str, xs: Sequence[float], values: Sequence[float | None], axis: _Axis, drawn: bool
 ) -> Iterator[Shape]:
-    """Draw squares for the reference, dots for the run; crosses for numbers that are not finite, which are always
-    drawn."""
+    """Draw a mark for each value: squares for kind "ref" (the reference), else dots; crosses for numbers that are not
+    finite.
+
+    `drawn` False leaves out all but the crosses. `xs` are places in the chart, one for each value; None has no mark.
+    """
     for x, v in zip(xs, values, strict=True):
         if v is None:
             continue
@@ -169,7 +187,8 @@ def _markers(
 
 
 def _tooltip(quantity: str, row: ComparedStep, left: float, right: float, bottom: float) -> Shape:
-    """Make a strip of the chart that shows the numbers of its step to the pointer."""
+    """Make an invisible strip of the chart, from `left` to `right`, that shows the numbers of its step to the
+    pointer."""
     lines = [f"step {row.got.step}", f"this run {format_number(getattr(row.got, quantity), 8)}"]
     if row.expected is not None:
         lines.append(f"reference {format_number(getattr(row.expected, quantity), 8)}")
@@ -186,7 +205,14 @@ def _tooltip(quantity: str, row: ComparedStep, left: float, right: float, bottom
 
 
 def _lower_panel(quantity: str, rows: Sequence[ComparedStep], xs: Sequence[float], markers: bool) -> Iterator[Shape]:
-    """Draw differences on a logarithmic axis, with the envelope; zeros have a row of their own below it."""
+    """Draw the differences of a quantity on a logarithmic axis, with the bounds; zeros have a row of their own below
+    it.
+
+    Args:
+        quantity: a key of `facts.QUANTITIES`.
+        xs: places of the steps in the chart.
+        markers: whether to mark each step; zeros and what is outside of the bounds always are.
+    """
     differences = [r.differences.get(quantity) for r in rows]
     bounds = [r.bounds.get(quantity) for r in rows]
     axis, zero = _decade_axis([v for v in [*differences, *bounds] if v is not None])
@@ -220,8 +246,8 @@ def _lower_panel(quantity: str, rows: Sequence[ComparedStep], xs: Sequence[float
 
 
 def _linear_axis(values: Sequence[float]) -> _Axis:
-    """Make the axis of the upper panel: round numbers around the values; no ticks where doubles cannot hold the
-    span."""
+    """Make the axis of the upper panel, from and to round numbers around the values; without ticks where floats cannot
+    hold the span."""
     middle = _Axis(lambda v: (_MIDDLE + _TOP) / 2)
     finite = [v for v in values if math.isfinite(v)]
     lo, hi = (min(finite), max(finite)) if finite else (0.0, 1.0)
@@ -248,13 +274,15 @@ def _linear_axis(values: Sequence[float]) -> _Axis:
 
 
 def _format_tick(x: float, digits: int) -> str:
-    """Format a number of an axis in at most 8 characters."""
+    """Format a number of an axis with so many significant digits; with three where that takes more than 8
+    characters."""
     text = f"{x:.{digits}g}"
     return text if len(text) <= 8 else f"{x:.2e}"
 
 
 def _decade_axis(values: Sequence[float]) -> tuple[_Axis, float | None]:
-    """Make the axis of the lower panel, in powers of ten, and find the place of zeros; None if there are none."""
+    """Make the axis of the lower panel, in powers of ten: (axis, height of zeros in the chart; None if there are
+    none)."""
     positive = [v for v in values if math.isfinite(v) and v > 0]
     bottom: float = _BOTTOM
     zero = None

@@ -44,7 +44,7 @@ QUANTITIES = {"loss": "loss", "grad_norm": "grad norm", "update_norm": "update n
 
 
 def verdict_sentence(report: Report) -> str:
-    """Say the verdict in a sentence."""
+    """Return the verdict of a report in one to three sentences."""
     failed = [c for c in report.checks if c.verdict == "fail"]
     continuity = [c for c in failed if c.stage != "gate"]
     total, aside = len(report.checks), count_checks(report, "not comparable")
@@ -76,18 +76,18 @@ def verdict_sentence(report: Report) -> str:
 
 
 def _as_sentence(text: str, capital: bool = False) -> str:
-    """Put the text of a check or a cause at the end of a sentence, or make it one."""
+    """Return the text of a check or a cause with a full stop at its end; `capital` makes its first letter a capital."""
     text = escape_unprintable(text, 60)
     return (text[:1].upper() + text[1:] if capital else text) + ("" if text.endswith((".", "!", "?")) else ".")
 
 
 def _count_passed(report: Report) -> str:
-    """Say how many checks passed."""
+    """Return a sentence about how many checks passed."""
     return f"{count_checks(report, 'pass')} of {len(report.checks)} checks passed."
 
 
 def count_checks(report: Report, verdict: str) -> int:
-    """Count the checks that have a verdict."""
+    """Count the checks with a verdict: "pass", "fail" or "not comparable"."""
     return sum(c.verdict == verdict for c in report.checks)
 
 
@@ -100,7 +100,7 @@ def format_bound(check: Check) -> str:
 
 
 def list_facts(report: Report) -> list[tuple[str, str, str]]:
-    """List what was compared: (what, of this run, of the reference), "" if not known."""
+    """List what was compared: [(what, value of this run, value of the reference)]; values are "" if not known."""
     ours = _facts_of(report.candidate)
     theirs = _facts_of(report.reference) if report.reference is not None else {}
     out = [(k, ours.get(k, ""), theirs.get(k, "")) for k in ours if ours[k] or theirs.get(k)]
@@ -111,7 +111,7 @@ def list_facts(report: Report) -> list[tuple[str, str, str]]:
 
 
 def _facts_of(trace: Trace) -> dict[str, str]:
-    """Return {what: text} of one trace, "" if not known."""
+    """Return {what: text} about the job of one trace, such as "ranks"; a text is "" if it is not known."""
     mesh = " x ".join(f"{escape_unprintable(k, 24)} {v}" for k, v in trace.mesh.items())
     ranks = "" if trace.world_size is None else f"{trace.world_size}" + (f" ({mesh})" if mesh else "")
     batch = "" if trace.global_batch is None else f"{trace.global_batch} sequences"
@@ -138,13 +138,14 @@ def _facts_of(trace: Trace) -> dict[str, str]:
 
 
 def device_name(trace: Trace) -> str:
-    """Name the kind of device, with its model if known."""
+    """Return the kind of device, with its model if known: "cuda, NVIDIA H100"; "" if nothing is known."""
     name = trace.environment.get("gpu")
     return ", ".join(str(x) for x in (trace.device, name) if x)
 
 
 def relative_difference(got: float | None, expected: float | None) -> float | None:
-    """Compute |got - expected| / |expected|; None if one of them is not known, NaN if one is NaN."""
+    """Return |got - expected| / |expected|; None if one of them is not known, NaN if one is NaN, infinite if only
+    `expected` is 0."""
     return None if got is None or expected is None else relative_deviation(got, expected)
 
 
@@ -159,19 +160,19 @@ class ComparedStep:
 
     @property
     def batch(self) -> bool | None:
-        """Tell whether both used the same batch; None if not known."""
+        """Whether both sides used the same batch; None if not known."""
         if self.expected is None or self.got.batch is None or self.expected.batch is None:
             return None
         return self.got.batch == self.expected.batch
 
     @property
     def outside(self) -> bool:
-        """Tell whether a value is outside of the envelope."""
+        """Whether the batch differs, or a value by more than its bound."""
         return self.batch is False or any(not d <= self.bounds.get(q, math.inf) for q, d in self.differences.items())
 
 
 def compared_rows(report: Report) -> list[ComparedStep]:
-    """Pair the steps of the run with those of the reference, in order."""
+    """Pair each step of the run with that of the reference, in order, with differences and bounds."""
     expected = {s.step: s for s in report.reference.steps} if report.reference is not None else {}
     out: list[ComparedStep] = []
     common = 0
@@ -191,7 +192,7 @@ def compared_rows(report: Report) -> list[ComparedStep]:
 
 
 def list_speed(report: Report) -> list[tuple[str, str]]:
-    """List speed and memory as (what, value with its unit), as far as known."""
+    """List speed, memory and the costs of the load: [(what, value with its unit)], as far as known."""
     out: list[tuple[str, str]] = []
     for what, value, text in (
         ("MFU", known_metric(report, "mfu"), "{:.3f}"),
@@ -210,8 +211,11 @@ def list_speed(report: Report) -> list[tuple[str, str]]:
 
 
 def describe_load_costs(loads: Sequence[LoadCostRecord]) -> list[tuple[str, str]]:
-    """Describe time, bytes and memory of a load over the ranks: (what, minimum, median and maximum, and which rank has
-    it)."""
+    """Describe time, bytes and memory of a load over the ranks: [(what, "least, median, most" with units, and which
+    rank has most)].
+
+    `loads` has the costs of each rank.
+    """
     out: list[tuple[str, str]] = []
     read = max((m["bytes"] for m in loads), default=0)
     for what, key, unit, digits in (
@@ -234,7 +238,10 @@ def describe_load_costs(loads: Sequence[LoadCostRecord]) -> list[tuple[str, str]
 
 
 def known_metric(report: Report, key: str) -> float | None:
-    """Return one of the metrics, as computed for the gates, or else from the trace; None if it is not known."""
+    """Return one of the metrics of a report, as it holds them or else from its trace; None if it is not known.
+
+    `key` is that of `compute_metrics`, such as "step_seconds"; its end is the unit.
+    """
     trace = report.candidate
     numbers = compute_metrics(trace) | report.metrics
     if key == "step_seconds" and key not in numbers:  # of a run with one step, the time of that, which warms up

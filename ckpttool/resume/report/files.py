@@ -30,11 +30,15 @@ def write_reports(
     junit_file: str | os.PathLike[str] | None = None,
     metrics_file: str | os.PathLike[str] | None = None,
 ) -> list[Path]:
-    """Write what is asked for: report.json and report.html into `folder`, JUnit, metrics. The files that were written.
+    """Write the files that are asked for, and return their paths; an argument that is None writes none.
 
-    Each file is made beside its place and renamed, so that nobody reads half of one. `folder` and the folder of
-    `junit_file` are made where they are missing; that of `metrics_file` must be there, since a collector reads it.
-    The label `training` of the metrics is the file's name without its end.
+    Each file is made beside its place and renamed, so that nobody reads half of one. The label `training` of the
+    metrics is the file's name without ".prom".
+
+    Args:
+        folder: gets report.json and report.html; it is made if missing.
+        junit_file: JUnit XML; its folder is made if missing.
+        metrics_file: metrics for Prometheus; its folder must be there, since a collector reads it.
 
     Raises:
         UsageError: a file cannot be written there. NoSpace: the disk is full.
@@ -60,7 +64,12 @@ def write_reports(
 
 
 def _write_whole(path: Path, text: str, make: bool = True) -> Path:
-    """Write a file beside its place and rename it; `make`: make its folder first."""
+    """Write a file beside its place and rename it; return its path. `make` tells whether to make its folder if that is
+    missing.
+
+    Raises:
+        UsageError: it cannot be written there. NoSpace: the disk is full.
+    """
     draft = path.with_name(f".{path.name}.{os.getpid()}.tmp")  # no .prom at its end: a collector would read it
     try:
         if make:

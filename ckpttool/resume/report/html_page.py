@@ -60,7 +60,7 @@ _MARKS = {"pass": "M4 10.5l4 4 8-9", "fail": "M5 5l10 10M15 5L5 15", "aside": "M
 
 
 def render_html(report: Report) -> str:
-    """Render the report as one HTML file that refers to no other."""
+    """Return the report as one HTML file that refers to no other."""
     every = compared_rows(report)
     return (
         _environment()
@@ -99,7 +99,7 @@ def render_html(report: Report) -> str:
 
 @cache
 def _environment() -> Environment:
-    """Make jinja2's environment with our templates. `finalize` sees every printed value before it is escaped."""
+    """Make jinja2's environment with the templates of this folder, once. Every printed value is escaped."""
     from jinja2 import Environment, PackageLoader, StrictUndefined
     from markupsafe import Markup
 
@@ -124,20 +124,22 @@ def _environment() -> Environment:
 
 
 def _as_markup(text: str) -> Markup:
+    """Mark a text as HTML that is not escaped."""
     from markupsafe import Markup
 
     return Markup(text)
 
 
 def _include_file(name: str) -> Markup:
-    """Read a file of ours, to be included as it is."""
+    """Read a file of the template folder, to be included in the page without escaping."""
     environment = _environment()
     assert environment.loader is not None
     return _as_markup(environment.loader.get_source(environment, name)[0])
 
 
 def _breakable_name(name: str, word: int) -> Markup:
-    """Let the browser break a name after its dots."""
+    """Return a name as HTML that the browser may break after dots; words longer than `word` characters are
+    shortened."""
     return _as_markup(".<wbr>").join(escape_unprintable(name, word).split("."))
 
 
@@ -147,7 +149,7 @@ def _format_bytes(n: int) -> str:
 
 
 def _as_text(x: object) -> str:
-    """Return a text as it is, and JSON of anything else."""
+    """Return a text as it is, and JSON of anything else, of at most 2000 characters."""
     return x if isinstance(x, str) else json.dumps(x, default=str)[:2000]
 
 
@@ -155,7 +157,7 @@ def _as_text(x: object) -> str:
 
 
 def _tiles(report: Report, every: Sequence[ComparedStep]) -> list[tuple[str, str]]:
-    """List the large numbers at the top: (name, value)."""
+    """List the large numbers at the top of the page: [(name, value)]."""
     trace, reference = report.candidate, report.reference
     ranks = "" if trace.world_size is None else str(trace.world_size)
     if ranks and reference is not None and reference.world_size is not None:
@@ -173,7 +175,7 @@ def _tiles(report: Report, every: Sequence[ComparedStep]) -> list[tuple[str, str
 
 
 def _curves_context(report: Report, every: Sequence[ComparedStep]) -> dict[str, Any]:
-    """Return what the template needs for the charts."""
+    """Return the variables of the template for the charts: {"figures", "curves_note", "outside"}."""
     drawn = _thin_out(every, _STEPS)
     figures: list[Figure] = []
     for quantity, name in QUANTITIES.items():
@@ -187,7 +189,7 @@ def _curves_context(report: Report, every: Sequence[ComparedStep]) -> dict[str, 
 
 
 def _thin_out(every: Sequence[ComparedStep], most: int) -> list[ComparedStep]:
-    """Keep at most so many rows: evenly spaced stretches, and of each the row that differs most."""
+    """Keep at most `most` rows: evenly spaced stretches, and of each the row that differs most from the reference."""
     if len(every) <= most:
         return list(every)
     cuts = [len(every) * i // most for i in range(most + 1)]
@@ -195,13 +197,14 @@ def _thin_out(every: Sequence[ComparedStep], most: int) -> list[ComparedStep]:
 
 
 def _largest_difference(row: ComparedStep) -> float:
-    """Return the largest difference of a step, as a sort key."""
+    """Return the largest difference of a step from the reference, as a sort key; a loss that is not finite counts as
+    infinite."""
     values = map(finite_or_inf, row.differences.values())
     return math.inf if not math.isfinite(row.got.loss) else max(values, default=0.0)
 
 
 def _checks_context(report: Report) -> dict[str, Any]:
-    """Return what the template needs for the table of checks."""
+    """Return the variables of the template for the table of checks: {"checks", "checks_left", "counted", "buttons"}."""
     shown = report.checks
     if len(shown) > _CHECKS:
         shown = [c for c in shown if c.verdict != "pass"][:_CHECKS]
@@ -220,7 +223,11 @@ def _checks_context(report: Report) -> dict[str, Any]:
 
 
 def _worst_context(every: Sequence[ComparedStep]) -> dict[str, Any]:
-    """Return the tensors whose gradient and update differ most in the first step that the reference has too."""
+    """Return the variables of the template for the tensors whose gradient and update differ most, {"worst",
+    "worst_step"}.
+
+    They are those of the first step that the reference has, too; `worst_step` is None if there is none.
+    """
     first = next((r for r in every if r.expected is not None), None)
     tables: list[dict[str, Any]] = []
     for quantity, title in (("grads", "Gradients"), ("updates", "Updates")):
@@ -251,14 +258,18 @@ def _worst_context(every: Sequence[ComparedStep]) -> dict[str, Any]:
 
 
 def _bar_percent(difference: float, largest: float) -> float:
-    """Return the length of a bar, in percent; full for what is not a finite number."""
+    """Return the length of a bar in percent of that of the largest difference; 100 for what is not a finite number."""
     if not math.isfinite(difference):
         return 100.0
     return 100 * (difference / largest) if difference > 0 else 0.0
 
 
 def _memory_context(report: Report) -> dict[str, Any] | None:
-    """Return the memory of the ranks and the length of a full bar, in bytes; None if no rank has any."""
+    """Return what the template shows of the memory of ranks, in bytes: {"ranks", "all", "full" (length of a full bar),
+    "device"}.
+
+    None if no rank has recorded any.
+    """
 
     def of(memory: MemoryRecord, key: str) -> int:
         value = memory.get(key)
@@ -287,7 +298,10 @@ def _memory_context(report: Report) -> dict[str, Any] | None:
 
 
 def _steps_context(every: Sequence[ComparedStep]) -> dict[str, Any]:
-    """Return the table of all steps; a cell is (text, whether it is bad)."""
+    """Return the variables of the template for the table of all steps: {"steps", "all_steps", "step_columns"}.
+
+    A cell is (text, whether it is outside of its bound).
+    """
     compared = any(r.expected is not None for r in every)
     columns = ["step"]
     for name in QUANTITIES.values():
@@ -313,14 +327,14 @@ def _steps_context(every: Sequence[ComparedStep]) -> dict[str, Any]:
 
 
 def _list_notes(report: Report) -> list[tuple[str, str]]:
-    """List (whose, note) of both runs."""
+    """List the notes of both runs: [("this run" or "reference", note)], at most 200."""
     notes = [("this run", n) for n in report.candidate.notes]
     notes += [("reference", n) for n in (report.reference.notes if report.reference is not None else [])]
     return notes[:200]
 
 
 def _closing_tables(report: Report) -> list[tuple[str, list[tuple[str, object]]]]:
-    """List the tables at the end: (title, [(name, value)])."""
+    """List the tables at the end of the page: [(title, [(name, value)])]."""
     groups: list[tuple[str, dict[str, object]]] = [
         ("Where it was started", {**({"judged": report.time} if report.time else {}), **report.versions}),
         ("Environment of the run", dict(report.candidate.environment)),

@@ -17,7 +17,7 @@ __all__ = ["render_junit"]
 
 
 def render_junit(report: Report) -> str:
-    """Render the report as JUnit XML: a test case a check; what could not be compared is skipped.
+    """Return the report as JUnit XML, with a test case for each check; what could not be compared is skipped.
 
     Where the verdict as a whole is "not comparable" there is one more test case with an error, since a file in which
     everything is skipped would look like success.

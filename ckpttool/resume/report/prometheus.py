@@ -52,10 +52,14 @@ _SAME_JOB = ("world_size", "device", "dtype", "parameters", "global_batch", "mic
 
 
 def render_metrics(report: Report, *, training: str = "", now: float | None = None, previous: str | None = None) -> str:
-    """Render metrics in the text format, for the textfile collector of node_exporter. What is not known is left out.
+    """Return the metrics of a report in Prometheus' text format, for the textfile collector of node_exporter. What is
+    not known is left out.
 
-    `training` is a label on everything, so that files of several trainings can lie in one folder. `previous` is the
-    text that this one replaces; the step time in it is carried on where it was of the same job.
+    Args:
+        training: a label on everything, so that files of several trainings can lie in one folder; "" for none.
+        now: time of the report, in seconds since 1970; None for the time of the call.
+        previous: the text that this one replaces, whose step time is carried on if it was of the same job; None if
+            there is none.
     """
     trace = report.candidate
     every = compared_rows(report)
@@ -129,12 +133,12 @@ def render_metrics(report: Report, *, training: str = "", now: float | None = No
 
 
 def _escape_label(x: object) -> str:
-    """Escape a label's value. Names are spelled out and no longer than a database likes them."""
+    """Return the text of a label's value, escaped for Prometheus, of at most 200 characters before that."""
     return shorten_middle(escape_unprintable(x), 200).replace("\\", r"\\").replace('"', r"\"")
 
 
 def _format_value(x: float) -> str:
-    """Format a number as Prometheus wants it."""
+    """Format a number as Prometheus reads it: "NaN", "+Inf", "-Inf", or digits."""
     if math.isnan(x):
         return "NaN"
     if math.isinf(x):
@@ -150,7 +154,8 @@ def _largest_or_nan(numbers: Sequence[float]) -> float | None:
 
 
 def _read_previous(text: str) -> tuple[dict[str, str], float | None]:
-    """Read the labels of info, as they are escaped, and step_seconds, of metrics that `render_metrics` made."""
+    """Read metrics that `render_metrics` made: ({label of info: its value, still escaped}, step_seconds; None if it is
+    missing)."""
     labels: dict[str, str] = {}
     seconds: float | None = None
     if m := re.search(r"^ckpttool_resume_info\{(.*)\} 1$", text, re.MULTILINE):

@@ -34,8 +34,7 @@ _MANY_CHECKS, _MANY_STEPS = 60, 24
 
 
 def render_terminal(report: Report) -> RenderableType:
-    """Render the report as a person reads it; what needs attention stands at the end, where a terminal stops
-    scrolling."""
+    """Return the report for rich to print; what needs attention stands at the end, where a terminal stops scrolling."""
     return _Screen(report)
 
 
@@ -44,6 +43,7 @@ class _Screen:
         self.report = report
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[RenderableType]:
+        """Yield the parts of the report from top to bottom, as rich calls it."""
         from rich.padding import Padding
         from rich.text import Text
 
@@ -80,7 +80,7 @@ class _Screen:
         yield Text(report.word, style=_STYLE[report.word])
 
     def _render_facts(self, width: int) -> RenderableType:
-        """Render the table of what was compared."""
+        """Render the table of what was compared, for a terminal of `width` characters."""
         from rich import box
         from rich.table import Table
         from rich.text import Text
@@ -104,7 +104,7 @@ class _Screen:
         return table
 
     def _checks_by_stage(self) -> Iterator[tuple[str, list[Check], int]]:
-        """Yield (stage, checks to be listed, how many passed besides)."""
+        """Yield (stage, checks to be listed, how many are left out) for each stage, such as "state"."""
         stages: dict[str, list[Check]] = {}
         for c in self.report.checks:
             stages.setdefault(c.stage, []).append(c)
@@ -115,7 +115,7 @@ class _Screen:
             yield stage, listed, len(checks) - len(listed)
 
     def _render_checks(self, width: int) -> Iterator[RenderableType]:
-        """Render the checks: as a table where the terminal is wide, else each on two lines."""
+        """Render the checks, for a terminal of `width` characters: as a table from 130 on, else each on two lines."""
         from rich import box
         from rich.padding import Padding
         from rich.table import Table
@@ -157,7 +157,7 @@ class _Screen:
                 yield Text(f"  {more:,} more")
 
     def _render_steps(self, width: int) -> Iterator[RenderableType]:
-        """Render the table of steps."""
+        """Render the table of steps, for a terminal of `width` characters; it has more columns from 130 on."""
         from rich import box
         from rich.table import Table
         from rich.text import Text
@@ -222,7 +222,7 @@ class _Screen:
             yield Text("! outside of the envelope", "dim")
 
     def _render_causes(self, width: int) -> Iterator[RenderableType]:
-        """Render the likely causes with their evidence."""
+        """Render the likely causes with their evidence, for a terminal of `width` characters."""
         from rich.table import Table
         from rich.text import Text
 
@@ -243,7 +243,7 @@ class _Screen:
 
 
 def _verdict_text(check: Check) -> Text:
-    """Render the verdict of a check in its colour."""
+    """Return the verdict of a check in its colour."""
     from rich.text import Text
 
     if check.verdict == "fail":
@@ -252,7 +252,8 @@ def _verdict_text(check: Check) -> Text:
 
 
 def _check_text(check: Check, word: int = 60) -> str:
-    """Return the sentence of a check, and where it is if that does not say; words longer than `word` are shortened."""
+    """Return the text of a check, and the tensor or step that it is about if the text does not say; words of more than
+    `word` characters are shortened."""
     where = (
         f" [{shorten_middle(escape_unprintable(check.where), word - 2)}]"
         if check.where and check.where not in check.text
@@ -262,7 +263,13 @@ def _check_text(check: Check, word: int = 60) -> str:
 
 
 def _difference_text(row: ComparedStep, quantity: str, text: str | None = None) -> Text:
-    """Render the difference of a step, or another text about it, marked where it lies outside of the envelope."""
+    """Render the difference of a step from the reference, marked where it is larger than its bound; "" if it is not
+    known.
+
+    Args:
+        quantity: a key of `facts.QUANTITIES`.
+        text: is shown instead of the number; None for the number.
+    """
     from rich.text import Text
 
     d = row.differences.get(quantity)
@@ -273,8 +280,10 @@ def _difference_text(row: ComparedStep, quantity: str, text: str | None = None) 
 
 
 def _select_rows(every: Sequence[ComparedStep]) -> Iterator[tuple[str, ComparedStep | None]]:
-    """Yield the first and the last steps and the first ones outside of the envelope; (how many are left out, None)
-    between."""
+    """Yield ("", step) for the steps to show, and ("N more", None) where N steps are left out.
+
+    Shown are the first and the last ones, and the first ones outside of their bounds.
+    """
     keep = set(range(len(every)))
     if len(every) > _MANY_STEPS:
         third = _MANY_STEPS // 3

@@ -47,12 +47,19 @@ IGNORED = -100  # a label that does not count, as in torch.nn.functional.cross_e
 
 
 def micro_batches(step: int, global_batch: int, micro_batch: int, rank: int, world: int) -> list[tuple[int, int, bool]]:
-    """Cut a step into the forward passes of a data-parallel rank: (first sample, one past the last, whether it counts).
+    """Cut a step into the forward passes of a data-parallel rank: [(first sample, one past the last, whether it
+    counts)].
 
     Every rank has the same number of passes, since FSDP's collectives need all of them; where the micro-batches do not
     divide by the world size, the last pass of some ranks repeats an earlier micro-batch and does not count.
 
-    micro_batches(1, 8, 2, 1, 3) == [(2, 4, True), (0, 2, False)]
+        micro_batches(1, 8, 2, 1, 3) == [(2, 4, True), (0, 2, False)]
+
+    Args:
+        step: the first of a training is 1.
+        global_batch: rows of the step, over all ranks.
+        micro_batch: rows of one forward pass.
+        rank, world: number of the data-parallel rank, and of such ranks.
     """
     n = global_batch // micro_batch
     first = (step - 1) * global_batch
@@ -64,13 +71,16 @@ def micro_batches(step: int, global_batch: int, micro_batch: int, rank: int, wor
 
 
 def digest_rows(rows: Iterable[Any]) -> int:
-    """Compute the digest of some rows of tokens: the sum mod 2^128 of each row's BLAKE3, so that neither the order of
-    the rows nor their distribution over ranks matters; the sums of parts add up to the sum of the whole."""
+    """Compute the digest of rows of tokens: the sum mod 2^128 of each row's BLAKE3.
+
+    So neither the order of the rows nor their distribution over ranks matters; the sums of parts add up to the sum of
+    the whole.
+    """
     return digest_and_marks(rows)[0]
 
 
 def digest_and_marks(rows: Iterable[Any]) -> tuple[int, str]:
-    """Compute (`digest_rows` of some rows, the marks of the rows one after the other).
+    """Compute (digest of rows of tokens, as `digest_rows` does; the marks of the rows one after the other).
 
     A mark is the first 48 bits of the row's BLAKE3 in base64, 8 characters: 4096 rows are 32 KiB of JSON, and among a
     million rows two have the same by chance once in 500. Marks explain why batches differ; that they do is decided by
@@ -88,12 +98,16 @@ def digest_and_marks(rows: Iterable[Any]) -> tuple[int, str]:
 
 
 def split_marks(ranks: Sequence[str]) -> list[list[str]]:
-    """Split what `digest_and_marks` gave on each rank into the marks of its rows."""
+    """Split the marks of each rank, one text of 8 characters a row, into a list of marks of its rows."""
     return [[marks[i : i + _MARK] for i in range(0, len(marks), _MARK)] for marks in ranks]
 
 
 def check_data_exists(data: str) -> None:
-    """Refuse a file of data that does not exist."""
+    """Refuse a file of token rows that does not exist; "synthetic" needs none.
+
+    Raises:
+        UsageError: there is no such file.
+    """
     if data != "synthetic" and not os.path.exists(data):
         raise UsageError(f"{argument('data', data)}: no such file, and not the word synthetic.")
 
@@ -101,10 +115,18 @@ def check_data_exists(data: str) -> None:
 def open_data(
     data: str, *, seed: int, sequence: int | None, vocabulary: int | None, tokenizer: str | None = None
 ) -> tuple[Rows, int]:
-    """Open `data`: (rows, their length).
+    """Open the token rows of a job: (function from sample index to row, tokens of a row).
+
+    Args:
+        data: "synthetic", or a .npy or .jsonl file.
+        seed: of synthetic rows.
+        sequence: tokens of a row; None for what the file has, or 512.
+        vocabulary: number of token ids that the model has; None if it is not known, then ids are not checked.
+        tokenizer: a Hugging Face folder whose tokenizer encodes lines of text; None for none.
 
     Raises:
-        UsageError: there is no such file, it holds something else, or tokens lie outside the vocabulary.
+        UsageError: there is no such file, it holds something else, or there is no vocabulary for synthetic rows. The
+            function raises it for tokens outside the vocabulary.
     """
     if data == "synthetic":
         if vocabulary is None:
@@ -123,7 +145,8 @@ def open_data(
 
 
 def _synthetic_rows(seed: int, sequence: int, vocabulary: int) -> Rows:
-    """Make rows of tokens from a seed and the sample index; the second half of a row repeats the first."""
+    """Return a function that makes the row of a sample index, {"input_ids": `sequence` tokens}; its second half repeats
+    the first."""
 
     def row(index: int) -> dict[str, Any]:
         import numpy as np
@@ -136,7 +159,13 @@ def _synthetic_rows(seed: int, sequence: int, vocabulary: int) -> Rows:
 
 
 def _npy_rows(path: str, sequence: int | None) -> Callable[[int], Any]:
-    """Open a .npy file of token rows; one long row is cut into rows of `sequence`."""
+    """Open a .npy file of token rows, and return a function from sample index to row, which starts over after the last.
+
+    `sequence` cuts rows off; None leaves them as they are. One long row is cut into rows of `sequence`, or of 512.
+
+    Raises:
+        UsageError: it is no such file, or has fewer tokens than `sequence`.
+    """
     import numpy as np
 
     try:
@@ -163,7 +192,17 @@ def _npy_rows(path: str, sequence: int | None) -> Callable[[int], Any]:
 
 
 def _jsonl_rows(path: str, sequence: int | None, vocabulary: int | None, tokenizer: str | None) -> tuple[Rows, int]:
-    """Open a .jsonl file: (rows, their length). Lines are found by their offsets and read when they are asked for."""
+    """Open a .jsonl file: (function from sample index to row, tokens of a row). A line is read when its row is asked
+    for.
+
+    Args:
+        sequence: tokens of a row, to which lines are cut or padded; None for those of the first line.
+        vocabulary: token ids are less than this; None if not known.
+        tokenizer: folder of the tokenizer for lines of text; None for none.
+
+    Raises:
+        UsageError: the file has no lines, or its first line is no row. The function raises it for other lines.
+    """
     import numpy as np
 
     where = [0]
@@ -176,6 +215,7 @@ def _jsonl_rows(path: str, sequence: int | None, vocabulary: int | None, tokeniz
     encode = _lazy_tokenizer(tokenizer)
 
     def record(index: int) -> dict[str, list[int]]:
+        """Read and parse the line of a sample index; indices go on from the first line after the last."""
         k = index % count
         with open(path, "rb") as f:
             f.seek(where[k])
@@ -206,10 +246,14 @@ def _jsonl_rows(path: str, sequence: int | None, vocabulary: int | None, tokeniz
 
 
 def _lazy_tokenizer(folder: str | None) -> Callable[[str], list[int]]:
-    """Return a function that encodes text with the tokenizer of a folder, which it loads the first time."""
+    """Return a function that encodes text with the tokenizer of a folder, which it loads the first time.
+
+    The function raises UsageError if `folder` is None or has no tokenizer.
+    """
     loaded: list[Any] = []
 
     def encode(text: str) -> list[int]:
+        """Return the token ids of a text; the first call loads the tokenizer."""
         if not loaded:
             if folder is None:
                 raise UsageError(
@@ -230,9 +274,13 @@ def _lazy_tokenizer(folder: str | None) -> Callable[[str], list[int]]:
 
 
 def _check_vocabulary(rows: Rows, path: str, vocabulary: int | None) -> Rows:
-    """Wrap rows so that tokens outside the vocabulary are refused."""
+    """Return a function that gives the same rows, and raises UsageError for a token outside the vocabulary.
+
+    `path` is the file of the rows, for that error; `vocabulary` is None if it is not known, then nothing is refused.
+    """
 
     def row(index: int) -> dict[str, Any]:
+        """Return the row of a sample index, unless it has tokens outside the vocabulary."""
         out = rows(index)
         ids = out["input_ids"]
         if vocabulary is not None and len(ids) and (int(ids.max()) >= vocabulary or int(ids.min()) < 0):
@@ -246,10 +294,18 @@ def _check_vocabulary(rows: Rows, path: str, vocabulary: int | None) -> Rows:
 
 
 def wrap_user_data(data: Any) -> Rows:
-    """Wrap the data of `build()`: a function of the sample index, or a sequence that is read cyclically."""
+    """Return a function from sample index to {name: numpy array} for the data of `build()`.
+
+    `data` is a function of the sample index, or a sequence, which is read cyclically; a sample that is no dict is
+    {"input_ids": it}.
+
+    Raises:
+        UsageError: it is neither. The function raises it where the user's function has no such sample.
+    """
     import numpy as np
 
     def row(index: int) -> dict[str, Any]:
+        """Return the sample of an index as {name: numpy array}."""
         try:
             sample = data(index) if callable(data) else data[index % len(data)]
         except IndexError as e:

@@ -44,13 +44,17 @@ _A, _B, _C = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB  # of sp
 
 
 def _as_int64(x: int) -> int:
-    """Return the signed number that has the same 64 bits."""
+    """Return the signed number with the same 64 bits as the unsigned `x`."""
     return x - (1 << 64) if x >> 63 else x
 
 
 def _sum_mixed(bits: Tensor, index: Tensor) -> int:
-    """Return the sum over a block of mix(bits[i], index[i]) mod 2^64 (splitmix64's finaliser); `index` are flat indices
-    in the whole tensor. Both int64, both overwritten."""
+    """Return the sum over a block of mix(bits[i], index[i]) mod 2^64, where mix is splitmix64's finaliser.
+
+    Args:
+        bits: the elements as int64; overwritten.
+        index: their flat indices in the whole tensor, int64; overwritten.
+    """
     index.mul_(_as_int64(_A))
     z = bits.add_(1).mul_(_as_int64(_C)).add_(index)
     for shift, factor in ((30, _B), (27, _C)):
@@ -61,7 +65,11 @@ def _sum_mixed(bits: Tensor, index: Tensor) -> int:
 
 
 def _view_as_integers(tensor: Tensor) -> Tensor:
-    """View the elements of a contiguous 1-d tensor as integers, each complex128 as two."""
+    """View the elements of a contiguous 1-d tensor as integers of their size, each complex128 as two.
+
+    Raises:
+        KeyError: elements have another size than 1, 2, 4, 8 or 16 bytes.
+    """
     import torch
 
     of = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.int64}
@@ -69,8 +77,7 @@ def _view_as_integers(tensor: Tensor) -> Tensor:
 
 
 def can_fingerprint(tensor: Tensor) -> bool:
-    """Tell whether a tensor has elements to take a fingerprint of; sparse, quantised and many subclasses of tensors do
-    not."""
+    """Tell whether a fingerprint can be taken of a tensor: not of sparse and quantised ones and many subclasses."""
     try:
         _view_as_integers(local_shard(tensor).new_empty(0))
     except (RuntimeError, TypeError, NotImplementedError, KeyError, AttributeError):
@@ -79,7 +86,8 @@ def can_fingerprint(tensor: Tensor) -> bool:
 
 
 def fingerprint_flat(tensor: Tensor, first: int) -> int:
-    """Sum up a contiguous 1-d tensor whose first element has flat index `first`."""
+    """Return the fingerprint, mod 2^64, of a contiguous 1-d tensor whose first element has the flat index `first` in
+    its whole tensor."""
     import torch
 
     bits = _view_as_integers(tensor)
@@ -93,7 +101,13 @@ def fingerprint_flat(tensor: Tensor, first: int) -> int:
 
 
 def _fingerprint_box(tensor: Tensor, offset: Sequence[int], shape: Sequence[int]) -> int:
-    """Sum up a box, at an offset in a tensor of `shape`."""
+    """Return what a shard adds to its whole tensor's fingerprint, mod 2^64.
+
+    Args:
+        tensor: the shard, a box of the whole tensor.
+        offset: index of its first element in the whole tensor, by dimension.
+        shape: of the whole tensor.
+    """
     if not tensor.numel():
         return 0
     if box_is_flat(shape, offset, tuple(tensor.shape)):
@@ -102,7 +116,13 @@ def _fingerprint_box(tensor: Tensor, offset: Sequence[int], shape: Sequence[int]
 
 
 def _fingerprint_scattered_box(tensor: Tensor, offset: Sequence[int], steps: Sequence[int]) -> int:
-    """Sum up a box that is not a range of the flattened tensor, so the index of every element is computed."""
+    """Return what a shard adds to its tensor's fingerprint, mod 2^64, where it is not one range of the flattened whole.
+
+    Args:
+        tensor: the shard, not empty.
+        offset: index of its first element in the whole tensor, by dimension.
+        steps: strides of the whole tensor, in elements.
+    """
     import torch
 
     total, rows = 0, max(1, _BLOCK * tensor.shape[0] // tensor.numel())
@@ -126,13 +146,13 @@ def _fingerprint_scattered_box(tensor: Tensor, offset: Sequence[int], steps: Seq
 
 
 def local_shard(tensor: Tensor) -> Tensor:
-    """Return what this rank holds of a tensor, detached."""
+    """Return what this rank holds of a tensor, detached: of a DTensor its shard, of another all of it."""
     return getattr(tensor, "_local_tensor", tensor).detach()
 
 
 def _shard_offset(tensor: Any) -> Any:
-    """Return the offset of this rank's shard in the whole tensor, from the method that torch.distributed.checkpoint
-    uses."""
+    """Return where this rank's shard begins in the whole tensor, an index for each dimension; zeros for a plain tensor
+    or an empty shard."""
     if not hasattr(tensor, "_local_tensor") or not local_shard(tensor).numel():
         return (0,) * tensor.dim()
     (chunk,) = tensor.__create_chunk_list__()
@@ -140,7 +160,8 @@ def _shard_offset(tensor: Any) -> Any:
 
 
 def counts_on_this_rank(tensor: Any) -> bool:
-    """Tell whether this rank counts for a tensor: of the ranks with the same shard, the first does.
+    """Tell whether this rank counts for a tensor in sums over ranks: of the ranks with the same shard, only the first
+    does.
 
     A DTensor's replicated dimensions count where their coordinate is 0, and of the submeshes that hold copies of it the
     one with rank 0. A plain tensor is on every rank, and counts on rank 0.
@@ -157,7 +178,13 @@ def counts_on_this_rank(tensor: Any) -> bool:
 
 
 def sum_over_ranks(values: Sequence[float], *, integers: bool, device: device | str) -> list[Any]:
-    """Sum one number for each tensor over all ranks; integers mod 2^64, else float64. A collective."""
+    """Sum each of some numbers over all ranks; every rank gives as many. A collective.
+
+    Args:
+        values: this rank's numbers, and those of the other ranks in the same order.
+        integers: sum mod 2^64 and return int; else float64 and float.
+        device: of the tensor that is sent, as the process group needs it.
+    """
     import torch
     import torch.distributed as dist
 
@@ -175,11 +202,16 @@ def sum_over_ranks(values: Sequence[float], *, integers: bool, device: device | 
 def fingerprint_tensors(
     tensors: Mapping[str, Tensor], device: device | str, dtype: dtype | None = None
 ) -> tuple[dict[str, str], list[str]]:
-    """Take the fingerprints of live tensors, or of what they are in `dtype`: ({name: fingerprint}, names whose copies
-    on several ranks differ). A collective.
+    """Take the fingerprints of live tensors: ({name: fingerprint in hex}, names whose copies on several ranks differ).
+    A collective.
 
     Copies are compared without sending them anywhere: the sum over all ranks must be that over the owners, times the
     number of copies.
+
+    Args:
+        tensors: {name: tensor}, the same names in the same order on every rank.
+        device: of the tensor that is sent, as the process group needs it.
+        dtype: convert every tensor to it first; None takes them as they are.
     """
     import torch.distributed as dist
 
@@ -199,8 +231,8 @@ def fingerprint_tensors(
 
 
 def fingerprint_each_rank(tensors: Mapping[str, Tensor]) -> dict[str, list[tuple[str, tuple[int, ...], str]]]:
-    """Take {name: (dtype, shape, fingerprint) of what each rank holds} of tensors that every rank has whole; those of
-    shards are left out. A collective."""
+    """Return {name: [(dtype, shape, fingerprint) of the copy that each rank holds]} of plain tensors; DTensors are left
+    out. A collective."""
     whole = {n: t for n, t in tensors.items() if not hasattr(t, "_local_tensor")}
     every = gather_objects(
         [f"{_fingerprint_box(t.detach(), (0,) * t.dim(), tuple(t.shape)):016x}" for t in whole.values()]
@@ -212,7 +244,7 @@ def fingerprint_each_rank(tensors: Mapping[str, Tensor]) -> dict[str, list[tuple
 
 
 def _count_shards(tensor: Any) -> int:
-    """Count the shards that a tensor is cut into."""
+    """Count the different shards that a tensor is cut into, without copies; 1 for a plain tensor."""
     if not hasattr(tensor, "_local_tensor"):
         return 1
     sizes = tensor.device_mesh.shape
@@ -220,7 +252,8 @@ def _count_shards(tensor: Any) -> int:
 
 
 def spacing_16bit(tensor: Tensor) -> Tensor:
-    """Return the distance of each element, of 16 bits, to the next larger number; 0 for 0. In float32."""
+    """Return the distance of each element of a float16 or bfloat16 tensor to the next larger number, in float32; 0 for
+    0."""
     import torch
 
     exponent = tensor.float().frexp().exponent
@@ -230,7 +263,13 @@ def spacing_16bit(tensor: Tensor) -> Tensor:
 def global_norms(
     tensors: Mapping[str, Tensor], device: device | str, of: Callable[[Tensor], Tensor] = lambda t: t
 ) -> dict[str, float]:
-    """Compute {name: L2 norm over all ranks} of what `of` makes of a shard, summed in float64. A collective."""
+    """Compute {name: L2 norm over all ranks} of tensors, summed in float64. A collective.
+
+    Args:
+        tensors: {name: tensor}, the same names in the same order on every rank.
+        device: of the tensor that is sent, as the process group needs it.
+        of: is called with this rank's shard and returns the tensor whose norm is meant; by default the shard itself.
+    """
     import torch
 
     mine = [
@@ -252,11 +291,22 @@ def fingerprint_files(
     progress: Callable[[str, int, int], None] = lambda what, done, total: None,
     dtypes: Mapping[str, dtype] | None = None,
 ) -> dict[str, str]:
-    """Take {name: fingerprint} of tensors of a checkpoint, read a second time, in row-major order and by other code
-    than the load.
+    """Return {name: fingerprint in hex} of tensors in a checkpoint's files, which are read by other code than the load.
+    A collective.
 
-    Every rank reads its share, largest tensors first. `dtypes` {name: dtype} gives fingerprints of what tensors are in
-    another dtype than the files'. A collective.
+    Every rank reads its share of the tensors, which are dealt out largest first.
+
+    Args:
+        opened: the checkpoint.
+        names: canonical names of the tensors, the same on every rank.
+        rank, world: number of this rank, and of ranks.
+        device: where fingerprints are computed and summed.
+        progress: called with ("compare", bytes of this rank that are read, all its bytes).
+        dtypes: {name: torch dtype} to convert tensors to first; others are taken as the files have them. None converts
+            nothing.
+
+    Raises:
+        CkpttoolError: a file cannot be read, or is damaged.
     """
     import torch
 

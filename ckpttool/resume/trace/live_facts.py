@@ -48,6 +48,7 @@ class StepNorms:
     """
 
     def __init__(self, model: Any, forgiving: bool = False) -> None:
+        """Keep the model. `forgiving` keeps errors as `trouble` instead of raising them."""
         self.model, self.forgiving = model, forgiving
         self.grads: dict[str, float] = {}
         self.updates: dict[str, float] = {}
@@ -60,17 +61,19 @@ class StepNorms:
         return {n: p for n, p in named_parameters(self.model).items() if p.requires_grad}
 
     def copy_parameters(self) -> None:
-        """Copy this rank's shards of the parameters, before the optimizer's step."""
+        """Copy this rank's shards of the parameters, before the optimizer's step. A collective, the first time, if
+        forgiving."""
         if self._is_comparable():
             with self._keep_trouble():
                 self._old = {n: local_shard(p).clone() for n, p in self.parameters().items()}
 
     def measure_gradients(self) -> None:
-        """Measure the gradients as they are now. A collective."""
+        """Measure the gradients as they are now, into `grads` {FQN: L2 norm}; parameters without a gradient are left
+        out. A collective."""
         self.grads = self._measure_norms(lambda n, p: None if p.grad is None else (p.grad, local_shard(p.grad)))
 
     def measure_updates(self) -> None:
-        """Measure the difference of the parameters to their copy. A collective."""
+        """Measure how far the parameters are from their copy, into `updates` {FQN: L2 norm}. A collective."""
 
         def moved(n: str, p: Any) -> Any:
             new, old = local_shard(p), self._old.pop(n)
@@ -79,8 +82,12 @@ class StepNorms:
         self.updates = self._measure_norms(moved)
 
     def _measure_norms(self, part: Callable[[str, Any], tuple[Any, Any] | None]) -> dict[str, float]:
-        """Compute the norms over all ranks of what `part(FQN, parameter)` gives: (a tensor that is laid out alike, this
-        rank's elements)."""
+        """Compute {FQN: L2 norm over all ranks} of something that belongs to each trained parameter. A collective.
+
+        `part(FQN, parameter)` returns (a tensor laid out over ranks as what is measured, this rank's elements of what
+        is measured), or None; parameters for which every rank returns None are left out. After trouble on any rank of a
+        forgiving one, {} is returned.
+        """
         import torch
 
         if not self._is_comparable():
@@ -103,8 +110,11 @@ class StepNorms:
         return {n: v**0.5 for n, v, k in zip(params, total, known, strict=False) if k}
 
     def _is_comparable(self) -> bool:
-        """Tell whether all ranks have the same parameters; with pipeline parallelism they do not. A collective, the
-        first time."""
+        """Tell whether all ranks have the same parameters; with pipeline parallelism they do not. Always True unless
+        forgiving.
+
+        The first time this is a collective.
+        """
         if self._alike is None:
             self._alike = not self.forgiving or is_same_on_all_ranks(list(self.parameters()))
             if not self._alike:
@@ -113,7 +123,7 @@ class StepNorms:
 
     @contextmanager
     def _keep_trouble(self) -> Iterator[None]:
-        """Keep an error as `trouble` if this is forgiving."""
+        """While the block runs, keep an error as `trouble` instead of raising it, if this object is forgiving."""
         try:
             yield
         except Exception as e:
@@ -123,12 +133,15 @@ class StepNorms:
 
 
 def root_of_squares(norms: Mapping[str, float]) -> float:
-    """Compute the norm of the whole from the norms of its parts."""
+    """Compute the L2 norm of the whole from those of its parts, {name: norm}."""
     return float(sum(v * v for v in norms.values()) ** 0.5)
 
 
 def named_state(model: Any, optimizer: Any = None) -> dict[str, Any]:
-    """Return {canonical name: tensor} of a live job: parameters, persistent buffers, the optimizer's tensors."""
+    """Return {canonical name: tensor} of a live job: parameters, persistent buffers, and the optimizer's tensors.
+
+    Those of the optimizer are left out if `optimizer` is None.
+    """
     from ...index.fqns import strip_wrappers
 
     found = {n: t for n, t in model.state_dict().items() if hasattr(t, "element_size")}
@@ -143,7 +156,7 @@ def named_state(model: Any, optimizer: Any = None) -> dict[str, Any]:
 
 
 def named_parameters(model: Any) -> dict[str, Any]:
-    """Return {FQN: parameter}, tied ones once, without what wrappers add to names."""
+    """Return {FQN: parameter}, tied ones once; FQNs are without the parts that wrappers such as DDP add."""
     from ...index.fqns import strip_wrappers
 
     found = dict(model.named_parameters())
@@ -152,7 +165,8 @@ def named_parameters(model: Any) -> dict[str, Any]:
 
 
 def plain_param_groups(model: Any, optimizer: Any) -> list[dict[str, Any]]:
-    """Return param groups as plain data: options, and FQNs for parameters."""
+    """Return the optimizer's param groups as plain data: options, and "params" with a list of FQNs ("?" for a parameter
+    that the model does not have)."""
     names = {id(p): n for n, p in named_parameters(model).items()}
     out = []
     for group in optimizer.param_groups:
@@ -162,7 +176,11 @@ def plain_param_groups(model: Any, optimizer: Any) -> list[dict[str, Any]]:
 
 
 def _plain_option(x: Any) -> Any:
-    """Return an option as plain data: a tensor with one element as a number, others as a mark."""
+    """Return an option of a param group as plain data.
+
+    A tensor of one element becomes a number, a larger one its dtype, shape and fingerprint in one text, and an unknown
+    object the name of its class.
+    """
     if hasattr(x, "element_size"):
         return as_float(x) if x.numel() == 1 else " ".join(map(str, mark_array(x)))
     if isinstance(x, (list, tuple)):
@@ -173,7 +191,7 @@ def _plain_option(x: Any) -> Any:
 
 
 def tied_names(model: Any) -> list[list[str]]:
-    """List the names of each parameter that has several."""
+    """List the names of each parameter that has several: [["lm_head.weight", "model.embed_tokens.weight"]]."""
     from ...index.fqns import strip_wrappers
 
     names: dict[int, list[str]] = {}
@@ -185,7 +203,7 @@ def tied_names(model: Any) -> list[list[str]]:
 
 
 def model_config(model: Any) -> dict[str, Any] | None:
-    """Return the configuration of a transformers model, as plain data; None if it has none."""
+    """Return the configuration of a transformers model as plain data; None for a model without one."""
     inner = getattr(model, "module", model)
     config: Any = getattr(inner, "config", None)
     if not hasattr(config, "to_dict"):
@@ -195,7 +213,7 @@ def model_config(model: Any) -> dict[str, Any] | None:
 
 
 def one_element_values(tensors: Mapping[str, Any]) -> dict[str, float]:
-    """Return the values of tensors with one element that are not sharded."""
+    """Return {name: value} of the tensors that have one element and are neither sharded nor complex."""
     return {
         n: float(t.item())
         for n, t in tensors.items()
@@ -204,8 +222,10 @@ def one_element_values(tensors: Mapping[str, Any]) -> dict[str, float]:
 
 
 def optimizer_numbers(model: Any, optimizer: Any) -> dict[str, float]:
-    """Return the numbers in the optimizer's state that are not tensors, under the names that tensors would have: some
-    optimizers count steps so."""
+    """Return {canonical name: number} of the plain numbers in the optimizer's state; some optimizers count steps so.
+
+    Names are those that tensors would have: "optim.state.<FQN>.step".
+    """
     return {
         f"optim.state.{fqn}.{slot}": float(x)
         for fqn, p in named_parameters(model).items()
@@ -220,7 +240,8 @@ def has_dropout(model: Any) -> bool:
 
 
 def list_dropouts(model: Any) -> list[tuple[Any, str, float]]:
-    """List (module, attribute, probability) of every dropout."""
+    """List (module, attribute, probability) of every dropout: of torch's modules, and of attributes named "drop" of
+    others."""
     from torch.nn.modules.dropout import _DropoutNd
 
     out = []
@@ -235,15 +256,16 @@ def list_dropouts(model: Any) -> list[tuple[Any, str, float]]:
 
 
 def dtype_name(tensor: Any) -> str:
-    """Return torch's name of a dtype: "bfloat16"."""
+    """Return the name of a tensor's dtype without "torch.": "bfloat16"."""
     return str(tensor.dtype).removeprefix("torch.")
 
 
 def describe_environment(device: str | None = None) -> EnvironmentRecord:
-    """Describe versions and devices: causes of differences that no checkpoint records.
+    """Return versions and devices, which make differences that no checkpoint records.
 
     Args:
-        device: of the job; on "cpu" it has nothing of a GPU that the machine may have. None where only the job knows.
+        device: "cuda" or "cpu", where the job computes; on "cpu" GPUs of the machine are left out. None if it is not
+            known: they are described if there are any.
     """
     import platform
 
@@ -267,7 +289,8 @@ def describe_environment(device: str | None = None) -> EnvironmentRecord:
 
 
 def collective_device(model: Any) -> Any:
-    """Return the device for collectives: NCCL needs the GPU, even if parameters are offloaded."""
+    """Return the torch.device for collectives: that of the parameters, or with NCCL this rank's GPU even if they are
+    offloaded."""
     import torch
 
     on = next((p.device for p in model.parameters()), torch.device("cpu"))
@@ -277,14 +300,14 @@ def collective_device(model: Any) -> Any:
 
 
 def as_float(x: Any) -> float:
-    """Convert a number, a tensor with one element, or a DTensor of one."""
+    """Convert a number, a tensor of one element, or a DTensor of one (then a collective) to float."""
     if hasattr(x, "full_tensor"):
         x = x.full_tensor()
     return float(x.detach().item() if hasattr(x, "detach") else x)
 
 
 def is_same_on_all_ranks(x: Any) -> bool:
-    """Tell whether all ranks have the same plain data. A collective."""
+    """Tell whether all ranks have the same plain data, by a hash of its repr(). A collective."""
     from blake3 import blake3
 
     return len(set(gather_objects(blake3(repr(x).encode()).hexdigest()))) == 1

@@ -169,24 +169,29 @@ def trace_to_json(trace: Trace) -> dict[str, Any]:
 
 
 def record_line(kind: str, **record: Any) -> str:
-    """Return one record of a `Recorder`, as a line."""
+    """Return one record of a `Recorder` as a line of JSON. `kind` is "start", "state", "step" or "lost"; `record` has
+    its fields."""
     return json.dumps({"ckpttool": SCHEMA, "kind": kind, **spell_non_finite(record)}, ensure_ascii=False) + "\n"
 
 
 def read_trace(path: str | os.PathLike[str]) -> Trace:
-    """Read a trace that `trace_to_json` made."""
+    """Read a trace from a JSON file that holds what `trace_to_json` returned."""
     with open(path, encoding="utf-8") as f:
         return _parse_trace(_parse_non_finite(json.load(f)))
 
 
 def read_reference(path: str | os.PathLike[str], at: int | None = None) -> Trace:
-    """Read the trace in the lines of a `Recorder`. If a step was recorded several times, as after a restart, the last
-    record counts.
+    """Read the trace that a `Recorder` wrote as lines of JSON. Of a step that was recorded several times, as after a
+    restart, the last record counts.
 
-    `at` is the step whose state is wanted, if several were recorded; by default the last.
+    Args:
+        path: the recording.
+        at: the step whose state is wanted; if None, or if no state of it was recorded, it is that of the last record of
+            a state.
 
     Raises:
-        UsageError: there is no such file. Corrupt: a line is not a record, or no step is recorded.
+        UsageError: there is no such file. Corrupt: a line is not a record, or no step is recorded. Where a disk or a
+            network fails, the error says that.
     """
     out = Trace(source=os.fspath(path))
     steps: dict[int, Step] = {}
@@ -253,7 +258,11 @@ _EARLIER = {
 
 
 def _parse_probe(x: Any) -> ProbeRecord:
-    """Check the types of a recorded probe; {} if there was none."""
+    """Return a recorded probe with its types checked; {} if `x` is empty, since none was recorded.
+
+    Raises:
+        TypeError, ValueError, KeyError, AttributeError: it is no such record.
+    """
     if not x:
         return {}
     rows = {str(k): [[int(t) for t in row] for row in v] for k, v in x["rows"].items()}
@@ -262,12 +271,20 @@ def _parse_probe(x: Any) -> ProbeRecord:
 
 
 def _parse_marks(x: Any) -> dict[str, tuple[str, tuple[int, ...], str]]:
-    """Check the types of recorded marks."""
+    """Return {name: (dtype, shape, fingerprint)} of a record, with types checked.
+
+    Raises:
+        TypeError, ValueError, AttributeError: it is something else.
+    """
     return {str(n): (str(d), tuple(map(int, s)), str(h)) for n, (d, s, h) in x.items()}
 
 
 def _parse_floats(x: Any) -> dict[str, float]:
-    """Check the types of recorded numbers by name."""
+    """Return {name: float} of a record, with types checked.
+
+    Raises:
+        TypeError, ValueError, AttributeError: it is something else.
+    """
     return {str(k): float(v) for k, v in x.items()}
 
 
@@ -296,7 +313,11 @@ _KINDS: dict[str, Any] = {
 
 
 def _read_records(path: str | os.PathLike[str]) -> Iterator[tuple[int, dict[str, Any]]]:
-    """Yield (line number, record) of a recording; a last line that was cut off is left out."""
+    """Yield (line number, record) of a recording; a last line that was cut off is left out.
+
+    Raises:
+        OSError: the file cannot be read. Corrupt: a whole line is not a JSON object.
+    """
     with open(path, encoding="utf-8") as f:
         for number, line in enumerate(f, 1):
             if not line.strip():
@@ -313,7 +334,7 @@ def _read_records(path: str | os.PathLike[str]) -> Iterator[tuple[int, dict[str,
 
 
 def _parse_trace(data: dict[str, Any]) -> Trace:
-    """Make a trace from what `trace_to_json` made of it."""
+    """Make a trace from the plain data that `trace_to_json` made of it; keys of other versions are ignored."""
     known = {f.name for f in fields(Trace)}
     out = Trace(**{k: v for k, v in data.items() if k in known})
     out.steps = [_parse_step(s) for s in data.get("steps", [])]
@@ -324,7 +345,11 @@ def _parse_trace(data: dict[str, Any]) -> Trace:
 
 
 def _parse_step(data: dict[str, Any]) -> Step:
-    """Make a step from a record."""
+    """Make a step from the plain data of its record; keys of other versions are ignored.
+
+    Raises:
+        TypeError, ValueError, AttributeError: it is no such record.
+    """
     known = {f.name for f in fields(Step)}
     out = Step(**{k: v for k, v in data.items() if k in known})
     out.step, out.loss = int(out.step), float(out.loss)
@@ -366,7 +391,10 @@ def spell_non_finite(x: Any) -> Any:
 
 
 def _parse_non_finite(x: Any, number: bool = False) -> Any:
-    """Turn these strings into numbers again, in the fields that hold numbers."""
+    """Turn the strings "nan", "inf" and "-inf" of plain data into numbers again, in the fields that hold numbers.
+
+    `number` tells whether `x` is in such a field.
+    """
     if isinstance(x, str) and number:
         return _WORDS.get(x, x)
     if isinstance(x, dict):

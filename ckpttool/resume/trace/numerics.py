@@ -36,14 +36,14 @@ _SMALL = 4096
 
 
 def set_cuda_environment() -> None:
-    """Set what must be set before CUDA starts. One algorithm for collectives, so that sums have one order at one world
-    size."""
+    """Set the environment variables that must be set before CUDA starts, unless they are set: those for deterministic
+    kernels, and one algorithm for collectives, so that sums have one order at one world size."""
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     os.environ.setdefault("NCCL_ALGO", "Ring")
 
 
 def read_numerics() -> NumericsRecord:
-    """Read what of this process decides which kernels CUDA runs."""
+    """Return the settings of this process that decide which kernels CUDA runs."""
     import torch
 
     strict = torch.are_deterministic_algorithms_enabled() and not torch.is_deterministic_algorithms_warn_only_enabled()
@@ -56,10 +56,12 @@ def read_numerics() -> NumericsRecord:
 
 
 def use_numerics(deterministic: bool, recorded: NumericsRecord) -> None:
-    """Compute with deterministic kernels, or with those that torch chooses; TF32 and sums in bf16 as in the recorded
-    job, else off.
+    """Set which kernels torch uses in this process.
 
-    Without `deterministic` and a recorded job, torch's own settings stay.
+    Args:
+        deterministic: whether kernels must be deterministic; otherwise torch chooses them.
+        recorded: settings of the recorded job, for TF32 and for sums in bf16, which are off where it says nothing. If
+            it is empty and `deterministic` is False, torch's own settings stay.
     """
     import torch
 
@@ -76,13 +78,14 @@ def use_numerics(deterministic: bool, recorded: NumericsRecord) -> None:
 
 @contextmanager
 def name_missing_kernel() -> Iterator[None]:
-    """Name the operation that torch refuses to compute since it has no deterministic kernel for it.
+    """While the block runs, turn torch's refusal to compute without a deterministic kernel into an error that names the
+    operation.
 
     torch says "NAME does not have a deterministic implementation, but you set
     'torch.use_deterministic_algorithms(True)'".
 
     Raises:
-        Unsupported: there is such an operation.
+        Unsupported: there is such an operation. Other errors pass through.
     """
     try:
         yield
@@ -97,7 +100,8 @@ def name_missing_kernel() -> Iterator[None]:
 
 
 def _non_persistent_buffers(model: Any) -> dict[str, Any]:
-    """Return {name: buffer} of those that no state dict holds, without what wrappers add to names."""
+    """Return {name: buffer} of the buffers that no state dict holds, except on the meta device; names are without what
+    wrappers such as DDP add."""
     from ...index.fqns import strip_wrappers
 
     found = {}
@@ -111,8 +115,8 @@ def _non_persistent_buffers(model: Any) -> dict[str, Any]:
 
 
 def read_small_buffers(model: Any) -> dict[str, list[Any]]:
-    """Read {name: [dtype, shape, bytes in hex]} of buffers that no checkpoint holds, of at most 4 KiB: frequencies of
-    rotary embeddings.
+    """Return {name: [dtype, shape, bytes in hex]} of the buffers of at most 4 KiB that no checkpoint holds, such as
+    frequencies of rotary embeddings.
 
     They are computed when the model is built, on the GPU or the CPU, whose powers differ in the last bit.
     """
@@ -127,8 +131,11 @@ def read_small_buffers(model: Any) -> dict[str, list[Any]]:
 
 
 def use_recorded_buffers(model: Any, recorded: Mapping[str, Any]) -> list[str]:
-    """Give the model the recorded numbers of buffers that no checkpoint holds; return a note for each that had
-    others."""
+    """Give the model the recorded numbers of buffers that no checkpoint holds; return a note for each buffer that had
+    others.
+
+    `recorded` is {name: [dtype, shape, bytes in hex]}; a buffer of another dtype or shape is left as it is.
+    """
     import torch
 
     notes = []

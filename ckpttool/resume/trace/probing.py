@@ -29,7 +29,10 @@ _WIDE = 16
 
 
 def select_probe_logits(logits: Any) -> Any:
-    """Select up to 64 positions of the logits, spread over all: float32, (positions, vocabulary)."""
+    """Return the logits of up to 64 positions, spread evenly over all: float32, (positions, vocabulary).
+
+    `logits` is a tensor (..., vocabulary).
+    """
     import torch
 
     flat = logits.reshape(-1, logits.shape[-1])
@@ -38,7 +41,12 @@ def select_probe_logits(logits: Any) -> Any:
 
 
 def sketch_logits(logits: Any) -> ProbeRecord:
-    """Sketch a numpy array of logits (positions, vocabulary); infinite and NaN logits count as 0."""
+    """Project a numpy array of logits (positions, vocabulary) to 16 fixed random directions, to be compared without the
+    logits.
+
+    Returns {"sketch": a list of 16 numbers for each position, "shape", "not_finite": how many logits are}. Infinite and
+    NaN logits count as 0 in the sketch.
+    """
     import numpy as np
 
     x = np.asarray(logits, "f8")
@@ -51,14 +59,19 @@ def sketch_logits(logits: Any) -> ProbeRecord:
 
 
 def probe_batch(rows: Mapping[str, Any], device: Any) -> dict[str, Any]:
-    """Make {"input_ids": (rows, sequence), ...} from the plain rows of a recorded probe."""
+    """Return {"input_ids": int64 tensor (rows, sequence), ...} on a device, from the lists of token ids of a recorded
+    probe."""
     import torch
 
     return {k: torch.tensor(v, dtype=torch.int64, device=device) for k, v in rows.items()}
 
 
 def unsupported_forward_reason(model: Any, names: Mapping[str, Any]) -> str | None:
-    """Say why the model cannot be called with these keyword arguments; None if it can, or if nobody knows."""
+    """Return a text that says why the model cannot be called with these keyword arguments; None if it can, or if nobody
+    knows.
+
+    Of `names`, {argument: anything}, only the keys count.
+    """
     inner = getattr(model, "module", model)
     try:
         signature = inspect.signature(getattr(inner, "forward", inner))
@@ -77,7 +90,7 @@ def compute_logits(model: Any, batch: Mapping[str, Any]) -> Any:
     is sharded.
 
     Raises:
-        ValueError: the model returns something else.
+        ValueError: the model returns something else. Errors of the model pass through.
     """
     import torch
     from torch.nn.parallel import DistributedDataParallel
@@ -97,8 +110,8 @@ def compute_logits(model: Any, batch: Mapping[str, Any]) -> Any:
 
 @contextmanager
 def preserving_module_state(model: Any) -> Iterator[None]:
-    """Evaluate a model in the middle of its training: mode, buffers, generators and FSDP2's shards are as before
-    afterwards."""
+    """While the block runs, the model is in evaluation mode and torch computes no gradients; afterwards mode, buffers,
+    generators and FSDP2's shards are as before, even in the middle of a training."""
     import torch
     from torch.distributed.fsdp import FSDPModule
 
@@ -121,7 +134,8 @@ def preserving_module_state(model: Any) -> Iterator[None]:
 
 @contextmanager
 def preserving_generators() -> Iterator[None]:
-    """Give the global generators of torch (CPU and this rank's GPU), numpy and Python their states back."""
+    """After the block, the global generators of torch (CPU and this rank's GPU), numpy and Python have the states they
+    had before it."""
     import numpy as np
     import torch
 

@@ -25,11 +25,15 @@ _MODEL_KEYS = frozenset(("model", "optim", "optimizer", "state_dict"))
 
 
 def check_sources(*, scheduler: Any, scaler: Any, dataloader: Any, extra: Any) -> dict[str, Any]:
-    """Check what was given to a `Recorder`, and return {key at the root of a checkpoint: where its state comes from}.
+    """Check the arguments of a `Recorder`, and return {key at the root of a checkpoint: object that its state comes
+    from}.
+
+    Each is an object with `state_dict()`, a function without arguments that returns the state, or the state; None is
+    left out. `extra` is a dict of such by key, kept whole under "extra".
 
     Raises:
-        UsageError: it is neither an object with `state_dict()`, nor a function without arguments, nor (in `extra`)
-            data.
+        UsageError: an argument is something else, or `extra` has a key of its own for model, optimizer or another
+            argument.
     """
     out: dict[str, Any] = {}
     for key, source in (("scheduler", scheduler), ("scaler", scaler), ("dataloader", dataloader)):
@@ -55,7 +59,11 @@ def check_sources(*, scheduler: Any, scaler: Any, dataloader: Any, extra: Any) -
 
 
 def _check_extra_keys(extra: Mapping[Any, Any], others: Collection[str]) -> Mapping[Any, Any]:
-    """Refuse keys of `extra` that are those of model and optimizer, or of `others`."""
+    """Return `extra`, unless it has keys of model and optimizer, or of `others`.
+
+    Raises:
+        UsageError: it has such a key, or one that is no text.
+    """
     odd = [k for k in extra if not isinstance(k, str) or k in _MODEL_KEYS or k in others]
     if odd:
         raise UsageError(
@@ -66,7 +74,8 @@ def _check_extra_keys(extra: Mapping[Any, Any], others: Collection[str]) -> Mapp
 
 
 def _state_dict_of(source: Any) -> Any:
-    """Read the state of an object with state_dict(), a list of such, a function, or data."""
+    """Return the state of an object with state_dict(), of a list of such, or what a function returns; anything else is
+    the state itself."""
     if hasattr(source, "state_dict"):
         return source.state_dict()
     if isinstance(source, (list, tuple)) and any(hasattr(x, "state_dict") for x in source):
@@ -75,10 +84,16 @@ def _state_dict_of(source: Any) -> Any:
 
 
 def gather_side_state(given: Mapping[str, Any], device: Any) -> dict[str, Any]:
-    """Gather the fields of a state record: values, others, variants, generators, unrecorded. A collective.
+    """Gather the fields of a state record from all ranks: {"values", "others", "variants", "generators", "unrecorded"}.
+    A collective.
 
     Values that some ranks hold and others do not (each rank's own dataloader) are all there. Where ranks hold different
     values under one name, as long as they save them under that name the checkpoint has one of them: `variants` has all.
+    State that cannot be read is no error; `unrecorded` has {what: why}.
+
+    Args:
+        given: what `check_sources` returned.
+        device: for collectives.
     """
     wrong: dict[str, str] = {}
     mine = collect_side_state({})
@@ -127,7 +142,8 @@ def gather_side_state(given: Mapping[str, Any], device: Any) -> dict[str, Any]:
 
 
 def _merge_ranks(parts: list[dict[str, Any]], variants: dict[str, list[Any]]) -> dict[str, Any]:
-    """Merge what the ranks hold by name; where they differ, the first one's counts, and `variants` gets all."""
+    """Merge {name: value} of each rank into one; where ranks differ, the first one's value counts, and `variants` gets
+    {name: [all values]}."""
     out: dict[str, Any] = {}
     for part in parts:
         for name, value in part.items():
@@ -139,8 +155,11 @@ def _merge_ranks(parts: list[dict[str, Any]], variants: dict[str, list[Any]]) ->
 
 
 def _mark_generators() -> dict[str, Any]:
-    """Take the marks of this rank's global generators; with numpy's, its position in the numbers that are drawn
-    already."""
+    """Return the marks (dtype, shape, fingerprint) of this rank's global generators, by "torch", "cuda", "numpy" and
+    "python".
+
+    "numpy_position" is how far numpy has used up the block of numbers that it has drawn.
+    """
     import numpy as np
     import torch
 

@@ -61,7 +61,7 @@ __all__ = ["Recorder"]
 
 
 def _not_passed(what: str) -> dict[str, str]:
-    """Say that something was not passed to Recorder, as an entry of `unrecorded`."""
+    """Return {what: a text that it was not passed to Recorder}, an entry of `unrecorded`."""
     return {what: f"{what} was not passed to Recorder"}
 
 
@@ -190,8 +190,11 @@ class Recorder:
             )
 
     def _read_tensors(self, lacks: dict[str, str]) -> tuple[dict[str, Any], str | None]:
-        """Read the tensors of model and optimizer: (tensors, none of them where a rank differs; why then). A
-        collective."""
+        """Read the tensors of model and optimizer: ({canonical name: tensor}, None), or ({}, why they cannot be
+        recorded). A collective.
+
+        `lacks` {what: why} gets an entry about tensors that have no fingerprint.
+        """
         tensors: dict[str, Any] = {}
         failed: str | None = None
         try:
@@ -212,7 +215,7 @@ class Recorder:
         return tensors, None
 
     def _run_probe(self, device: Any) -> tuple[ProbeRecord, str | None]:
-        """Run the probe: (its record, why there is none). A collective."""
+        """Run the probe: (its record, None), or ({}, why there is none). A collective."""
         if self._probe is None:
             return {}, _not_passed("probe")["probe"]
         if not is_same_on_all_ranks(self._probe):
@@ -268,7 +271,7 @@ class Recorder:
         learning_rates: Sequence[float] | None,
         seconds: float | None,
     ) -> None:
-        """Record a step; see `step`."""
+        """Record a step, with the arguments of the public method `step`. A collective."""
         found = self._gather_step(loss, tokens, batch)
         if found is None:
             return
@@ -323,7 +326,15 @@ class Recorder:
         self.close()
 
     def _before_step(self, optimizer: Any, args: tuple[Any, ...], how: dict[str, Any]) -> Any:
-        """Measure before the optimizer's step; a closure is wrapped, so that gradients are measured after it."""
+        """Measure before the optimizer's step, as a hook of the optimizer; a closure is wrapped, so that gradients are
+        measured after it.
+
+        Args:
+            args, how: positional and keyword arguments of the optimizer's step().
+
+        Returns:
+            The new (args, how) with the wrapped closure, or None where they stay as they are.
+        """
         self._rates = [float(g["lr"]) for g in optimizer.param_groups]  # a tensor, too
         measure = self._measure
         if measure is None:
@@ -345,15 +356,19 @@ class Recorder:
         }
 
     def _after_step(self, *_: Any) -> None:
-        """Measure after the optimizer's step."""
+        """Measure the updates after the optimizer's step, as a hook of the optimizer. A collective."""
         if self._measure is not None:
             self._measure.measure_updates()
 
     def _gather_step(
         self, loss: Any, tokens: int | None, batch: Any
     ) -> tuple[float, int | None, str | None, list[str]] | None:
-        """Gather a step from all ranks: (loss, tokens, digest of the batch, marks of the rows of each rank); None if a
-        rank has no loss."""
+        """Gather a step from all ranks: (loss, tokens, digest of the batch, marks of the rows of each rank). A
+        collective.
+
+        None if a rank has no loss. The tokens are None where a rank did not give them, the digest where one gave no
+        rows; the marks are [] then, or where rows are not recorded.
+        """
         mine: float | None = None
         seen: tuple[int, str] | None = None
         try:
@@ -384,19 +399,21 @@ class Recorder:
 
     @contextmanager
     def _warn_instead(self, what: str) -> Iterator[None]:
-        """Turn whatever goes wrong into a warning, and a line in the recording."""
+        """While the block runs, turn any error into a warning, and a line in the recording; `what` names what is lost
+        by it."""
         try:
             yield
         except Exception as e:
             self._record_lost(what, f"{type(e).__name__}: {e}")
 
     def _record_lost(self, what: str, why: str) -> None:
-        """Warn that something was not recorded, and record why."""
+        """Warn that `what` was not recorded, and write a line with the reason `why` into the recording."""
         _warn(f"{what} not recorded: {why}")
         self._write_record("lost", what=what, why=why)
 
     def _write_record(self, kind: str, **record: Any) -> None:
-        """Write a line on rank 0; a failure is a warning."""
+        """Append a record to the file, on rank 0 only; a failure is a warning. `kind` is "start", "state", "step" or
+        "lost"."""
         if _rank() == 0:
             try:
                 _append(self._path, record_line(kind, **record))
@@ -405,7 +422,7 @@ class Recorder:
 
 
 def _warn(text: str) -> None:
-    """Warn without ever raising."""
+    """Warn without ever raising; where warnings are errors, the text goes to stderr."""
     import warnings
 
     try:
@@ -415,15 +432,20 @@ def _warn(text: str) -> None:
 
 
 def _append(path: str | os.PathLike[str], text: str) -> None:
+    """Append a text to a file.
+
+    Raises:
+        OSError: it cannot be written.
+    """
     with open(path, "a", encoding="utf-8") as f:
         f.write(text)
 
 
 def _parse_probe_rows(probe: Any) -> dict[str, list[list[int]]]:
-    """Return the rows of token ids of a probe as plain data.
+    """Return the token ids of a probe as plain data, {"input_ids": rows}; a dict keeps its further names.
 
     Raises:
-        UsageError: it is something else.
+        UsageError: it is something else than rows of integers, or a dict without input_ids.
     """
     out = {}
     for key, x in (probe if isinstance(probe, Mapping) else {"input_ids": probe}).items():
@@ -442,7 +464,7 @@ def _parse_probe_rows(probe: Any) -> dict[str, list[list[int]]]:
 
 
 def _cut_half_line(path: str | os.PathLike[str]) -> None:
-    """Cut off the line that a killed job was writing."""
+    """Cut off the last line of a recording if a job was killed while writing it; a missing file is no error."""
     if not os.path.isfile(path):
         return
     with open(path, "rb+") as f:
@@ -451,14 +473,16 @@ def _cut_half_line(path: str | os.PathLike[str]) -> None:
 
 
 def _unwrap_optimizer(optimizer: Any) -> Any:
-    """Return the optimizer inside the wrapper of Accelerate or Lightning, which do not call their own hooks."""
+    """Return the optimizer inside the wrapper of Accelerate or Lightning, whose own hooks are not called; another one
+    as it is."""
     while type(optimizer).__name__ in ("AcceleratedOptimizer", "LightningOptimizer"):
         optimizer = optimizer.optimizer
     return optimizer
 
 
 def _iterate_rows(batch: Any) -> Iterable[Any] | None:
-    """Iterate over the rows of a batch, or of a list of them; None of None."""
+    """Iterate over the rows of a batch, a tensor or array of token ids, or of a list of such; None if `batch` is
+    None."""
     if batch is None:
         return None
     if isinstance(batch, (list, tuple)):
@@ -468,12 +492,14 @@ def _iterate_rows(batch: Any) -> Iterable[Any] | None:
 
 
 def _world_size() -> int:
+    """Return the number of ranks; 1 without torch.distributed."""
     import torch.distributed as dist
 
     return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
 
 
 def _rank() -> int:
+    """Return the number of this rank; 0 without torch.distributed."""
     import torch.distributed as dist
 
     return dist.get_rank() if dist.is_available() and dist.is_initialized() else 0

@@ -42,7 +42,10 @@ class SideState(NamedTuple):
 
 
 def collect_side_state(leaves: Mapping[Path, object]) -> SideState:
-    """Take apart the leaves {path: object} of a tree: objects of a job, or data of a checkpoint's `Value`."""
+    """Take the leaves of a tree apart into plain values, marks (dtype, shape, fingerprint) and live DTensors.
+
+    `leaves` is {path: object}: objects of a job, or what a checkpoint holds.
+    """
     out = SideState({}, {}, {})
     for path, x in leaves.items():
         _add_leaf(tuple(map(str, path)), x, out)
@@ -50,8 +53,11 @@ def collect_side_state(leaves: Mapping[Path, object]) -> SideState:
 
 
 def flatten_side_state(tree: Mapping[str, object]) -> dict[Path, object]:
-    """Return the leaves {canonical path: object} of a tree without model and optimizer, with the keys that a checkpoint
-    has at its root: {"lr_scheduler": {...}, "epoch": 3} gives scheduler.* and trainer.epoch."""
+    """Return the leaves {canonical path: object} of a tree without model and optimizer; its keys are those at the root
+    of a checkpoint.
+
+    {"lr_scheduler": {...}, "epoch": 3} gives paths that begin with "scheduler", and ("trainer", "epoch").
+    """
     weight = object()  # a tree without a model would be taken for a model
     leaves = {("model", "w"): weight, **flatten_tree(dict(tree))}
     found = canonical(leaves, lambda x: (1,) if x is weight or hasattr(x, "element_size") else None).leaves
@@ -59,7 +65,12 @@ def flatten_side_state(tree: Mapping[str, object]) -> dict[Path, object]:
 
 
 def mark_array(x: Any) -> Mark:
-    """Take the mark of a tensor that is not sharded, or of a numpy array of numbers."""
+    """Return (dtype, shape, fingerprint in hex) of a tensor that is not sharded, or of a numpy array of numbers.
+
+    Raises:
+        TypeError, KeyError, RuntimeError, NotImplementedError, ValueError: its elements cannot be seen as integers:
+            sparse, quantised, strings.
+    """
     import numpy as np
     import torch
 
@@ -79,7 +90,8 @@ def mark_array(x: Any) -> Mark:
 
 
 def _add_leaf(path: Path, x: Any, out: SideState) -> None:
-    """Add an object to `out` as a value, a mark or a live DTensor; containers are taken apart."""
+    """Add an object to `out` as a value, a mark (dtype, shape, fingerprint) or a live DTensor; containers are taken
+    apart."""
     import numpy as np
     import torch
 
@@ -127,7 +139,7 @@ def _add_leaf(path: Path, x: Any, out: SideState) -> None:
 
 
 def _add_container(path: Path, items: Mapping[str, object], out: SideState) -> None:
-    """Add the entries of a container; one with too many is marked as a whole."""
+    """Add the entries of a container, {key: value}, to `out`; one of more than 4096 entries is hashed as a whole."""
     if len(items) <= _MANY:
         for key, value in items.items():
             _add_leaf((*path, key), value, out)
@@ -145,14 +157,14 @@ def _is_scalar(x: object) -> bool:
 
 
 def _spell_scalar(x: object) -> object:
-    """Return a scalar without NaN and infinities, which are spelled as in a trace."""
+    """Return a scalar; NaN and infinities are the strings "nan", "inf" and "-inf"."""
     if type(x) is float and not math.isfinite(x):
         return "nan" if math.isnan(x) else "inf" if x > 0 else "-inf"
     return x
 
 
 def _short_hash(data: bytes) -> str:
-    """Return the first 16 hex digits of the BLAKE3."""
+    """Return the first 16 hex digits of the BLAKE3 of some bytes."""
     from blake3 import blake3
 
     return blake3(data).hexdigest()[:16]

@@ -15,18 +15,25 @@ class RankFolders:
     """The dialect of folders with a file for each model-parallel rank (legacy/ranks.py)."""
 
     def __init__(self, file: str) -> None:
+        """Keep the path of a rank's `file` as the evidence for the format."""
         self.evidence = f"has {file} of Megatron-LM"
 
     @classmethod
     def find(cls, source: Source) -> RankFolders | None:
-        """Find a file of a model-parallel rank; None where there is none."""
+        """Find a file of a model-parallel rank in the folders below a source; None where there is none."""
         for folder in source.list():
             if name := model_file(source, folder):
                 return cls(f"{folder}/{name}")
         return None
 
     def read(self, source: Source, options: ReadOptions) -> Checkpoint:
-        """Return the index of all ranks' files; what the optimizer holds has no names yet."""
+        """Return the index of all ranks' files. What the optimizer holds has no names of parameters yet; it is left out
+        where `options.only` has neither "optim" nor "extra".
+
+        Raises:
+            Corrupt: ranks are missing, or their files are from different saves.
+            Unsupported: names and arguments do not tell how a parameter is cut, or the optimizer has an unknown form.
+        """
         from .optimizer import raw_optimizer_tensors
         from .ranks import checkpoint_of_ranks, read_ranks
 
@@ -35,9 +42,10 @@ class RankFolders:
         return checkpoint_of_ranks(ranks, raw_optimizer_tensors(ranks) if optimizer else {})
 
     def locate(self, ckpt: Checkpoint, source: Source) -> Checkpoint:
-        """Compare the copies that several ranks have, and name what the optimizer holds.
+        """Compare the copies that several ranks have, name what the optimizer holds, and return the index.
 
         Raises:
+            Corrupt: ranks are at different steps, or one lacks its part of a parameter.
             Unsupported: copies differ, or nothing proves to which parameter a part of the optimizer belongs.
         """
         from .optimizer import resolve_optimizer_names

@@ -19,10 +19,11 @@ RankNumbers = tuple[int, int, int]
 
 
 def geometry_of(args: Mapping[str, Any]) -> Geometry:
-    """Read the parallel sizes from the arguments of a job."""
+    """Read the parallel sizes from the arguments of a job; 1 where they say none, and experts are cut as all else
+    is."""
 
     def size(key: str, otherwise: int) -> int:
-        """Return a positive number among the arguments."""
+        """Return the argument `key` if it is a positive number, else `otherwise`."""
         n = args.get(key)
         return n if isinstance(n, int) and n > 0 else otherwise
 
@@ -37,8 +38,9 @@ def geometry_of(args: Mapping[str, Any]) -> Geometry:
 
 
 def parse_rank_folder(folder: str, geometry: Geometry, root: str) -> RankNumbers:
-    """Parse mp_rank_TT[_PPP][_EEE] into (tensor, pipeline, expert) ranks. The second number is that of the pipeline
-    only in a job with several stages.
+    """Parse the name mp_rank_TT[_PPP][_EEE] of a folder below `root` into (tensor-, pipeline-, expert-parallel rank).
+    The pipeline rank is there only in a job with several stages, the expert rank only in one with several
+    expert-parallel ranks.
 
     Raises:
         Corrupt: the job has no such rank.
@@ -61,15 +63,15 @@ def parse_rank_folder(folder: str, geometry: Geometry, root: str) -> RankNumbers
 
 
 def _describe_sizes(geometry: Geometry) -> str:
-    """Spell the parallel sizes for an error."""
+    """Return the parallel sizes of a job as text for an error."""
     return f"{geometry.tensor} tensor-, {geometry.pipeline} pipeline- and {geometry.expert} expert-parallel ranks"
 
 
 def refuse_missing_ranks(folders: Mapping[str, RankNumbers], geometry: Geometry, root: str) -> None:
-    """Refuse folders that are not those of all ranks.
+    """Refuse folders below `root` that are not those of all ranks of the job.
 
     Raises:
-        Corrupt: not every part of the model has a file, with the folders that are missing.
+        Corrupt: two folders are of one rank, or some are missing, with their names.
         Unsupported: experts are cut so that names of folders do not tell which part one has.
     """
     have = set(folders.values())
@@ -100,10 +102,17 @@ def refuse_exchanged(
     """Refuse folders that are not in the order of the ranks in their arguments, which grow along every parallel
     dimension.
 
-    Where all folders have one rank, a tool wrote them from one process, and it tells nothing.
+    Nothing is refused where all folders state the same rank, since a tool then wrote them from one process, or where
+    some state none.
+
+    Args:
+        folders: {folder: its tensor-, pipeline- and expert-parallel rank}.
+        arguments: {folder: the job's arguments in its file}.
+        geometry: the parallel sizes.
+        root: the path of the checkpoint, for errors.
 
     Raises:
-        Corrupt: with two folders.
+        Corrupt: folders were exchanged or copied over others; with their names.
     """
     wrote = {f: a["rank"] for f, a in arguments.items() if isinstance(a, dict) and type(a.get("rank")) is int}
     if len(wrote) < len(folders) or len(set(wrote.values())) == 1:
@@ -132,6 +141,6 @@ def refuse_exchanged(
 
 
 def _folder_name(t: int, p: int, e: int, geometry: Geometry) -> str:
-    """Return the name of the folder of a (tensor-, pipeline-, expert-parallel) rank."""
+    """Return the name of the folder of the tensor-parallel rank `t`, pipeline rank `p` and expert-parallel rank `e`."""
     name = f"mp_rank_{t:02d}" + (f"_{p:03d}" if geometry.pipeline > 1 else "")
     return name + (f"_{e:03d}" if geometry.expert > 1 else "")

@@ -63,7 +63,8 @@ class _State(NamedTuple):
 
 
 def raw_optimizer_tensors(ranks: RankedSave) -> dict[Path, TensorEntry]:
-    """Return {path: tensor} of all that the optimizer holds, before anything tells of which parameter it is.
+    """Return {path: tensor} of all that the optimizer holds, before anything tells which parameter each one is of. In
+    place of a parameter the paths have the folder of the rank and a number.
 
     Raises:
         Corrupt: a part of it is missing.
@@ -80,7 +81,8 @@ def raw_optimizer_tensors(ranks: RankedSave) -> dict[Path, TensorEntry]:
 
 
 def resolve_optimizer_names(ranks: RankedSave, ckpt: Checkpoint) -> tuple[Leaves, list[str]]:
-    """Return ({canonical path: tensor, or number of a step} of `raw_optimizer_tensors`, notes), after the proof.
+    """Prove which parameter each part of the optimizer is of; return ({canonical path: tensor, or number of a step} of
+    the whole optimizer, notes for the user).
 
     Raises:
         Corrupt: ranks are at different steps, or one lacks its part of a parameter.
@@ -136,7 +138,14 @@ def resolve_optimizer_names(ranks: RankedSave, ckpt: Checkpoint) -> tuple[Leaves
 def _digest_weights(
     ranks: RankedSave, parts: list[tuple[RankFile, list[_Buffer], list[_State]]], ckpt: Checkpoint
 ) -> dict[str, str]:
-    """Digest all ranks' weights, {key of a parameter: digest}, and announce how many bytes the whole proof reads."""
+    """Return {key of a rank's parameter (`_parameter_key`): digest of its weight} for all ranks, and announce how many
+    bytes the whole proof reads.
+
+    Args:
+        ranks: the files of all ranks.
+        parts: (rank, its buffers, its states of single parameters) for each rank.
+        ckpt: the checkpoint that the tensors are of.
+    """
     jobs = {_parameter_key(r, p): p.entry for r in ranks.ranks for p in r.parameters}
     copies = sum(b.bucket.param.nbytes for _, buffers, _ in parts for b in buffers)
     copies += sum(
@@ -147,7 +156,7 @@ def _digest_weights(
 
 
 def _add_step(steps: dict[str, Any], name: str, state: _State, r: RankFile, ranks: RankedSave) -> None:
-    """Keep the step of a parameter as its first rank has it.
+    """Add the step of the parameter `name` to `steps` if no rank before has added it; a `state` without step adds none.
 
     Raises:
         Corrupt: another rank has another step.
@@ -163,7 +172,7 @@ def _add_step(steps: dict[str, Any], name: str, state: _State, r: RankFile, rank
 
 
 def _refuse_parameters_without_state(ranks: RankedSave, found: list[Bucket]) -> None:
-    """Refuse a rank whose distrib_optim.pt holds nothing of one of its parameters.
+    """Refuse a parameter of a rank with distrib_optim.pt of which nothing was found in the optimizer.
 
     Raises:
         Unsupported: with the parameter.
@@ -178,8 +187,8 @@ def _refuse_parameters_without_state(ranks: RankedSave, found: list[Bucket]) -> 
 
 
 def _step_identity(step: object, ranks: RankedSave) -> Any:
-    """Return what tells two steps apart: a number, or the CRC32 of a tensor of one, which is as good for so few
-    bytes."""
+    """Return what tells two steps apart: a number; for a tensor of one element its CRC32, which is as good for so few
+    bytes; None for any other tensor."""
     if not isinstance(step, TensorEntry) or step.numel != 1:
         return None if isinstance(step, TensorEntry) else step
     file, offset, length = step.chunks[0].extent
@@ -188,12 +197,12 @@ def _step_identity(step: object, ranks: RankedSave) -> Any:
 
 
 def _parameter_key(r: RankFile, p: Parameter) -> str:
-    """Name a rank's parameter among those of all ranks."""
+    """Return the key of a rank's parameter, which no other parameter of any rank has."""
     return f"{r.folder}:{p.chunk}:{p.name}"
 
 
 def _advice() -> str:
-    """Say what a user can do instead, at the end of an error."""
+    """Return the sentence at the end of an error that tells the user what else can be done."""
     return (
         "Load it in Megatron-LM and save it as torch_dist, or convert the weights alone "
         f"({argument('only', ['model'])})."
@@ -230,7 +239,7 @@ def _refuse_missing_optimizer(ranks: RankedSave) -> None:
 
 
 def _buffers(ranks: RankedSave, r: RankFile) -> Iterator[_Buffer]:
-    """Yield the buffers in distrib_optim.pt of a rank.
+    """Yield the buffers in distrib_optim.pt of a rank; none if the rank has no such file.
 
     Raises:
         Corrupt: one is not three flat tensors of equal lengths.
@@ -272,9 +281,16 @@ def _buffers(ranks: RankedSave, r: RankFile) -> Iterator[_Buffer]:
 def _find_parameters_in(
     buffer: _Buffer, r: RankFile, weights: Mapping[str, str], ranks: RankedSave, ckpt: Checkpoint, taken: set[str]
 ) -> None:
-    """Find the parameters in a buffer: those of a chunk, of its experts or of all else, the last one first.
+    """Find the parameters in a buffer of a rank, and set the buffer's segments. They are all parameters of one chunk of
+    the model, or its experts alone, or all but these; the last one lies first.
 
-    `weights` is {key of a parameter: digest}; `taken` are those that other buffers of the rank hold.
+    Args:
+        buffer: the buffer.
+        r: the rank.
+        weights: {key of a rank's parameter (`_parameter_key`): digest of its weight}.
+        ranks: the files of all ranks.
+        ckpt: the checkpoint that the tensors are of.
+        taken: keys of the parameters that other buffers of the rank hold; those found are added.
 
     Raises:
         Unsupported: the values are those of no such list.
@@ -315,10 +331,18 @@ def _find_parameters_in(
 def _prove_starts(
     buffer: _Buffer, some: list[Parameter], weights: list[str], ranks: RankedSave, ckpt: Checkpoint
 ) -> tuple[list[int] | None, int]:
-    """Return (where each parameter begins in a buffer, how many are proved); None for the former if not all are.
+    """Prove that a buffer holds some parameters in this order; return (element at which each begins, how many are
+    proved). The former is None unless all are proved and fill the buffer.
 
     Where one is not at the next multiple of 64, a bucket ends. What lies behind the end of a bucket is read again, so
     no more than twice of what the bucket had so far is tried at once.
+
+    Args:
+        buffer: the buffer.
+        some: the parameters.
+        weights: the digests of their weights.
+        ranks: the files of all ranks.
+        ckpt: the checkpoint that the tensors are of.
     """
     t, size = buffer.bucket.param, buffer.bucket.param.shape[0]
     starts: list[int] = []
@@ -351,8 +375,8 @@ def _prove_starts(
 
 
 def _numbered_states(ranks: RankedSave, r: RankFile) -> Iterator[_State]:
-    """Yield what the optimizers of a rank hold by number, in the order of the param groups; the slot "param" is the
-    fp32 copy.
+    """Yield the state of each parameter that the optimizers in a rank's file number, in the order of the param groups;
+    its slot "param" is the fp32 copy of the weight.
 
     Raises:
         Corrupt: state, fp32 copies and param groups contradict one another.
@@ -382,6 +406,12 @@ def _numbered_states(ranks: RankedSave, r: RankFile) -> Iterator[_State]:
 def _check_groups(state: dict[Any, Any], copies: object, groups: list[dict[str, Any]], what: str) -> None:
     """Check that all state is in some param group, and that each group has its list of fp32 copies, if there are any.
 
+    Args:
+        state: {number of a parameter: its slots}.
+        copies: the fp32 copies of each group; None where the optimizer has none.
+        groups: the param groups.
+        what: how errors name the file.
+
     Raises:
         Corrupt: they do not go together.
     """
@@ -404,7 +434,21 @@ def _check_groups(state: dict[Any, Any], copies: object, groups: list[dict[str, 
 def _numbered_state(
     ranks: RankedSave, r: RankFile, name: str, group: int, n: int, slots: object, copy: dict[str, StoredTensor]
 ) -> _State:
-    """Return the state of the parameter with number `n`: its slots as flat tensors, {"param": fp32 copy} among them."""
+    """Return the state of one numbered parameter of a rank, with its slots as flat tensors.
+
+    Args:
+        ranks: the files of all ranks.
+        r: the rank.
+        name: what the state is called until its parameter is known.
+        group: the number of its param group.
+        n: the number of the parameter.
+        slots: {slot: tensor} as the file has them, and the step.
+        copy: {"param": fp32 copy}, which becomes one of the slots; {} where there is none.
+
+    Raises:
+        Corrupt: the slots are no dict.
+        Unsupported: they are not contiguous tensors of one shape.
+    """
     what = ranks.files.path(r.number)
     if not isinstance(slots, dict):
         raise Corrupt(f"{what}: the optimizer's state of parameter {n} is {short(slots)}.")
@@ -429,8 +473,15 @@ def _numbered_state(
 def _match_by_value(
     states: list[_State], r: RankFile, weights: Mapping[str, str], ranks: RankedSave, ckpt: Checkpoint
 ) -> list[Parameter]:
-    """Return the parameter of each state: the one to which its fp32 copy rounds; of equal ones, those of one group in
-    the order of the model.
+    """Return the parameter of each state: the one to which its fp32 copy rounds; of equal ones, those of one param
+    group in the order of the model.
+
+    Args:
+        states: the states of single parameters that a rank has.
+        r: the rank.
+        weights: {key of a rank's parameter (`_parameter_key`): digest of its weight}.
+        ranks: the files of all ranks.
+        ckpt: the checkpoint that the tensors are of.
 
     Raises:
         Unsupported: a copy rounds to no weight, or nothing tells which of equal ones it is.
@@ -472,7 +523,8 @@ def _match_by_value(
 
 
 def _match_by_rule(states: list[_State], r: RankFile, ranks: RankedSave) -> list[Parameter]:
-    """Return the parameter of each state by the rule of Megatron-Core's param groups and the order of the model.
+    """Return the parameter of each state of a rank without fp32 copies, by the rule of Megatron-Core's param groups and
+    the order of the model.
 
     Raises:
         Unsupported: numbers and shapes of a param group do not fit.

@@ -82,7 +82,7 @@ class Parameter(NamedTuple):
 
     @property
     def expert(self) -> bool:
-        """Whether it belongs to an expert; experts may have an optimizer of their own."""
+        """Return whether it belongs to an expert; experts may have an optimizer of their own."""
         return is_expert(self.name)
 
 
@@ -114,10 +114,11 @@ class RankedSave:
     older_names: bool = False
 
     def weights(self) -> dict[str, TensorEntry]:
-        """Return {name: tensor} of the whole model.
+        """Return {name: tensor} of the whole model, put together from the parts of all ranks.
 
         Raises:
             Corrupt: ranks have parts that do not make a whole.
+            Unsupported: a part is not contiguous in its file and would have to be taken apart.
         """
         out: dict[str, TensorEntry] = {}
         for local, some in self.copies.items():
@@ -139,9 +140,13 @@ class RankedSave:
         return out
 
     def leaves(self) -> Leaves:
-        """Return everything but the model and the state of the optimizer, under canonical paths.
+        """Return everything but the model and the optimizer's tensors, under canonical paths.
 
-        Random states are each rank's own; of the rest, what another rank has otherwise is at extra.<its folder>.
+        Random states are each rank's own, one for each tensor- and pipeline-parallel rank; of the rest, what a rank has
+        otherwise than the first one is at extra.<its folder>.
+
+        Raises:
+            Corrupt: the optimizer has another form than Megatron-Core's.
         """
         first = self.ranks[0]
         out: Leaves = dict(self.objects)
@@ -168,8 +173,13 @@ class RankedSave:
 def add_boxes(out: Chunks, local: LocalBoxes, entry: TensorEntry) -> None:
     """Add what a rank has of a tensor to the chunks of the whole.
 
+    Args:
+        out: the chunks of the whole.
+        local: the boxes of the whole that the rank has.
+        entry: the tensor as it lies in the rank's file.
+
     Raises:
-        Unsupported: it is strided in the file, and its boxes cannot be.
+        Unsupported: it is not contiguous in the file, and more than one box.
     """
     c = entry.chunks[0] if entry.chunks else None
     if c is None or not entry.numel:
@@ -188,7 +198,7 @@ def add_boxes(out: Chunks, local: LocalBoxes, entry: TensorEntry) -> None:
 
 
 def read_ranks(source: Source, optimizer: bool = True) -> RankedSave:
-    """Read the files of all ranks below a folder; without `optimizer`, what distrib_optim.pt holds is left out.
+    """Read the files of all ranks below a folder. Without `optimizer`, distrib_optim.pt is not read.
 
     Raises:
         Corrupt: ranks are missing, or their files are from different saves.
@@ -234,7 +244,12 @@ def read_ranks(source: Source, optimizer: bool = True) -> RankedSave:
 
 
 def checkpoint_of_ranks(ranks: RankedSave, optimizer: Mapping[Path, TensorEntry]) -> Checkpoint:
-    """Build the index of a save from its ranks and the tensors of the optimizer, which have no names yet."""
+    """Build the index of a save from its ranks and {path: tensor} of the optimizer, which has no names of parameters
+    yet.
+
+    Raises:
+        Corrupt: ranks have parts that do not make a whole.
+    """
     leaves: Leaves = {("model", n): t for n, t in ranks.weights().items()}
     leaves |= optimizer
     leaves |= ranks.leaves()
@@ -252,7 +267,11 @@ def checkpoint_of_ranks(ranks: RankedSave, optimizer: Mapping[Path, TensorEntry]
 
 
 def _load_rank_tree(files: Files, name: str) -> tuple[int, dict[str, object]]:
-    """Load the file of a rank; return its number among the files, and what it holds."""
+    """Load the file of a rank, by its name below the source; return (its number among the files, what it holds).
+
+    Raises:
+        Corrupt: it is not a dict with a model.
+    """
     tree, number = load(files, name), files.number(name)
     if not isinstance(tree, dict) or not all(isinstance(k, str) for k in tree) or not any(map(_CHUNK.fullmatch, tree)):
         raise Corrupt(f'{files.path(number)}: holds {short(tree)}, not a dict with "model" as Megatron-LM writes it.')
@@ -260,7 +279,12 @@ def _load_rank_tree(files: Files, name: str) -> tuple[int, dict[str, object]]:
 
 
 def chained_optimizers(tree: Mapping[str, Any], what: str) -> list[tuple[dict[str, Any], dict[str, Any]]]:
-    """Return (an optimizer, torch's inside it) of each of the chained ones in a file.
+    """Return (what Megatron-Core saved of an optimizer, the state of torch's optimizer inside it) for each of the
+    optimizers in a rank's file, several of which may be chained; none where the file has no optimizer.
+
+    Args:
+        tree: what the file holds.
+        what: how errors name it.
 
     Raises:
         Corrupt: they are not of the form that Megatron-Core gives them.
@@ -281,8 +305,14 @@ def chained_optimizers(tree: Mapping[str, Any], what: str) -> list[tuple[dict[st
 
 
 def _facts_of_save(files: Files, rank: RankFile, arguments: Mapping[str, Any]) -> dict[str, object]:
-    """Return what the files of one save agree on, with the values of tensors in it: a capturable optimizer has its
-    learning rate in one."""
+    """Return {what it is: value} of what the files of one save agree on: iteration, parallel sizes and param groups.
+    Tensors in it are read, since a capturable optimizer has its learning rate in one.
+
+    Args:
+        files: the files read.
+        rank: the rank whose file it is.
+        arguments: {folder of a rank: the job's arguments in its file}.
+    """
     args, what = arguments[rank.folder], files.path(rank.number)
     found = {
         "iteration": rank.tree.get("iteration"),
@@ -294,8 +324,13 @@ def _facts_of_save(files: Files, rank: RankFile, arguments: Mapping[str, Any]) -
 
 
 def _shared_param_groups(tree: Mapping[str, Any], what: str) -> list[list[dict[str, object]]]:
-    """Return the param groups of each optimizer of a rank without the numbers of their parameters, of which pipeline
-    stages have different ones."""
+    """Return the param groups of each optimizer in a rank's file without the numbers of their parameters, which differ
+    between pipeline stages.
+
+    Args:
+        tree: what the file holds.
+        what: how errors name it.
+    """
     return [
         [{k: v for k, v in g.items() if k != "params"} for g in inner.get("param_groups", [])]
         for _, inner in chained_optimizers(tree, what)
@@ -306,11 +341,12 @@ def _shared_param_groups(tree: Mapping[str, Any], what: str) -> list[list[dict[s
 
 
 def _place_models(out: RankedSave) -> None:
-    """Fill in the parameters of every rank, with the place that they have in the model.
+    """Find the place of every rank's parameters in the model, and add them to `out`.
 
     Raises:
         Corrupt: the ranks' models do not go together.
-        Unsupported: queries, keys and values are in the order of the first versions of the format.
+        Unsupported: queries, keys and values are in the order of the first versions of the format, or a parameter is
+            cut in a way that is not known.
     """
     models: dict[int, list[dict[str, Any]]] = {}
     for r in out.ranks:
@@ -341,8 +377,10 @@ def _place_models(out: RankedSave) -> None:
 def _count_layer_offsets(
     out: RankedSave, models: Mapping[int, list[dict[str, object]]]
 ) -> dict[tuple[int, int, str], int]:
-    """Return {(chunk, stage, path of a list of layers): the number of the first layer there}, counting layers stage
-    after stage.
+    """Return {(chunk of a virtual pipeline, pipeline stage, name of a list of layers): the number in the model of the
+    first layer there}, counting layers chunk by chunk and stage after stage.
+
+    `models` is {number of a rank's file: its state dict for each chunk}.
 
     Raises:
         Corrupt: ranks of a stage have different layers, or the arguments say another number of them.
@@ -393,8 +431,16 @@ def _place_chunk(
     """Add one rank's chunk of the model to `out`: tensors at their place, and states of modules as objects.
 
     Args:
+        out: the save.
+        r: the rank.
+        chunk: the number of the chunk in the virtual pipeline.
+        model: {name: tensor or state} of the chunk.
         offsets: {(chunk, stage, path of a list of layers): the number of the first layer there}.
         tied: whether the output layer of the last stage is a copy of the embedding.
+
+    Raises:
+        Corrupt: ranks make different shapes of one parameter.
+        Unsupported: a parameter is cut in a way that names and arguments do not tell.
     """
     layers: dict[str, list[str]] = {}
     for name in model:
@@ -432,7 +478,8 @@ def _place_chunk(
 
 
 def _refuse_unplaceable(out: RankedSave, name: str) -> None:
-    """Refuse parameters that ranks hold in a form of which the place in the model is not known.
+    """Refuse a parameter, by the name that a rank gives it, if ranks hold it in a form whose place in the model is not
+    known.
 
     Raises:
         Unsupported: all experts are in one matrix, or ranks share key-value groups.
@@ -453,7 +500,17 @@ def _refuse_unplaceable(out: RankedSave, name: str) -> None:
 
 
 def _add_object(out: RankedSave, r: RankFile, name: str, x: object, expert: int | None, experts: int) -> None:
-    """Add what is no tensor of the model, as dist_checkpointing has it: of the first rank that has it, in a list."""
+    """Add what is no tensor of the model, such as the state of a module, as dist_checkpointing has it: in a list of
+    one, from the first rank that has it.
+
+    Args:
+        out: the save.
+        r: the rank.
+        name: its name in the whole model.
+        x: what the rank has there.
+        expert: the number of its expert in the model; None for what belongs to none.
+        experts: the number of experts of its layer in the model.
+    """
     at: Path = ("extra", f"{name}/shard_{expert or 0}_{experts or 1}")
     if any(p[:2] == at for p in out.objects) or (x is None and name == "output_layer._extra_state"):
         return
@@ -465,6 +522,11 @@ def _add_object(out: RankedSave, r: RankFile, name: str, x: object, expert: int 
 
 def check_replicas_equal(ranks: RankedSave, names: Iterable[str], ckpt: Checkpoint) -> None:
     """Compare the copies that several ranks have of some tensors of the model, reading all of them.
+
+    Args:
+        ranks: the files of all ranks.
+        names: the tensors to compare.
+        ckpt: the checkpoint that they are of.
 
     Raises:
         Unsupported: two differ, so that none is the one of the model, or the names do not tell that it is cut.

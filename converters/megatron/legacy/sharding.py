@@ -98,7 +98,7 @@ class Geometry(NamedTuple):
 
     @property
     def gated(self) -> bool:
-        """Whether linear_fc1 is two matrices."""
+        """Return whether linear_fc1 is two matrices, a gate and another, as the arguments say (swiglu, quick_geglu)."""
         return bool(self.args.get("swiglu") or self.args.get("quick_geglu"))
 
 
@@ -113,6 +113,11 @@ class ShardPlace(NamedTuple):
 
 def flatten_state_dict(tree: Mapping[Any, Any], what: str, prefix: str = "") -> dict[str, object]:
     """Return {dotted name: leaf} of a state dict, which in older jobs is dicts in dicts.
+
+    Args:
+        tree: the state dict.
+        what: how errors name its file.
+        prefix: what goes in front of every name.
 
     Raises:
         Corrupt: a key is not text, or two keys make one name.
@@ -129,33 +134,36 @@ def flatten_state_dict(tree: Mapping[Any, Any], what: str, prefix: str = "") -> 
 
 
 def has_older_names(names: Iterable[str]) -> bool:
-    """Whether a model's names are those of before Megatron-Core."""
+    """Return whether a model's names are those that Megatron-LM had before Megatron-Core."""
     return any(n.startswith(_OLDER) for n in names)
 
 
 def modern_name(name: str) -> str:
-    """Return the name in Megatron-Core of a parameter of Megatron-LM's modules from before it."""
+    """Return the name that Megatron-Core has for a parameter of the modules that Megatron-LM had before it."""
     for pattern, to in _OLDER_NAMES:
         name = pattern.sub(to, name)
     return name
 
 
 def is_expert(name: str) -> bool:
-    """Whether a parameter, by its local name, belongs to one expert."""
+    """Return whether a parameter, by the name that a rank gives it, belongs to one expert."""
     return _LOCAL_EXPERT.fullmatch(name) is not None or _GROUPED_EXPERT.fullmatch(name) is not None
 
 
 def count_local_experts(names: Iterable[str]) -> int:
-    """Count the experts of a layer that a rank has, by the local names of its parameters; 0 without experts."""
+    """Count the experts that a rank has of one layer, by the names that the rank gives their parameters; 0 without
+    experts."""
     found = [m["e"] for n in names if (m := _LOCAL_EXPERT.fullmatch(n) or _GROUPED_EXPERT.fullmatch(n))]
     return 1 + max(map(int, found), default=-1)
 
 
 def global_name(name: str, offset: int, fused: bool) -> tuple[str, int | None]:
-    """Return (the name in the whole model, the rank's number of the expert); None for what belongs to no expert.
+    """Return (the name of a rank's parameter in the whole model, the number that the rank gives its expert); the number
+    is None for what belongs to no expert.
 
     Args:
-        offset: the layers before the first of the rank.
+        name: the name that the rank gives it.
+        offset: the number of layers before the first one of the rank.
         fused: whether norms that are modules of their own get the names of fused ones, as `dist_checkpointing` stores
             those of layers without Transformer Engine.
     """
@@ -178,13 +186,17 @@ def place_shard(
     experts: int,
     columns: int | None = None,
 ) -> ShardPlace:
-    """Find what a rank has of a parameter that has `shape` there.
+    """Find out which part of a parameter a rank has.
 
     Args:
         name: its name in the whole model.
-        rank: the tensor-parallel one.
+        shape: its shape on the rank.
+        geometry: the parallel sizes of the job.
+        rank: the tensor-parallel rank.
         expert: the number of the expert in the model, of `experts`; None for what is not of one.
-        columns: of the linear_fc2 behind this linear_fc1 on the rank, which tell whether it is gated.
+        experts: the number of experts of a layer in the model; unused if `expert` is None.
+        columns: of the linear_fc2 behind this linear_fc1 on the rank, which tell whether it is gated; None for any
+            other parameter, or if they are not known.
 
     Raises:
         Corrupt: it lacks the axis along which ranks have parts.
@@ -226,8 +238,14 @@ def place_shard(
 
 
 def _find_sharded_axis(name: str, shape: tuple[int, ...], geometry: Geometry, size: int) -> tuple[int | None, bool]:
-    """Return (the axis along which tensor-parallel ranks have shards, None where all have the same; whether a rule says
-    so).
+    """Return (the axis along which tensor-parallel ranks have shards of a parameter, or None where all have the same;
+    whether a rule says so, or it is only that none says otherwise).
+
+    Args:
+        name: its name in the whole model.
+        shape: its shape on a rank.
+        geometry: the parallel sizes and arguments of the job.
+        size: the number of tensor-parallel ranks.
 
     Raises:
         Unsupported: the arguments do not tell whether a down projection of MLA is cut.
