@@ -518,7 +518,8 @@ def _replace_masters(out: Checkpoint, reading: SaveReader, model: File, masters:
 def _next_step(advice: Advice) -> str:
     """Return the sentence for the user that DeepSpeed resumes at the same world size, with the command for another
     one."""
-    again = advice.convert(f"--to {advice.ckpt.layout} -n RANKS")
+    to = "zero1" if advice.ckpt.layout == "zero0" else advice.ckpt.layout  # no engine of stage 0 is written
+    again = advice.convert(f"--to {to} -n RANKS")
     return f"resumes in DeepSpeed at {advice.ranks}; at another world size: {again}"
 
 

@@ -33,6 +33,7 @@ STEP = "ckpt/checkpoint-3"
          "--to hf --config MODEL)"),
         (FIXTURES / "zero3_w4" / "ckpt", "resumes in DeepSpeed at 4 ranks; at another world size: ckpttool convert PATH OUT --to zero3 -n RANKS"),
         (FIXTURES / "zero2_w3_bf16" / "ckpt", "resumes in DeepSpeed at 3 ranks; at another world size: ckpttool convert PATH OUT --to zero2 -n RANKS"),
+        (FIXTURES / "zero0_w2" / "ckpt", "resumes in DeepSpeed at 2 ranks; at another world size: ckpttool convert PATH OUT --to zero1 -n RANKS"),
         (FIXTURES / "fsdp2_w3" / "ckpt", "torch.distributed.checkpoint reads it at any world size; for transformers: "
          "ckpttool convert PATH OUT --to hf --config MODEL"),
         (FIXTURES / "hf_llama" / "ckpt", "from_pretrained reads it; for a training job: ckpttool convert PATH OUT --to dcp -n RANKS"),
