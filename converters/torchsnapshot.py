@@ -129,7 +129,7 @@ def _read_manifest(source: Source) -> tuple[int, dict[_Key, dict[int, _Entry]]]:
     entries: dict[_Key, dict[int, _Entry]] = {}
     for path, entry in manifest.items():
         rank, *tokens = path.split("/")
-        if not (rank.isascii() and rank.isdigit()) or int(rank) >= world or not tokens:
+        if not (rank.isascii() and rank.isdecimal()) or int(rank) >= world or not tokens:
             raise Corrupt(f"{what}: the path {path!a:.200} does not begin with one of {world} ranks and a key.")
         if not isinstance(entry, dict) or not isinstance(entry.get("type"), str):
             raise Corrupt(f"{what}: the entry of {path!a:.200} has no type.")
@@ -232,11 +232,11 @@ class _Reading:
             if container is None:
                 out.append(token)
             elif container["type"] == "list":
-                if not (token.isascii() and token.isdigit()):
+                if not (token.isascii() and token.isdecimal()):
                     raise Corrupt(f"{self.what}: a list has an item at {token!a:.80}.")
                 out.append(int(token))
             else:
-                is_number = token not in self.texts[key[:i]] and token.lstrip("-").isdigit()
+                is_number = token not in self.texts[key[:i]] and token.lstrip("-").isdecimal()
                 out.append(Number(token) if is_number else token)
         return tuple(out)
 

@@ -478,7 +478,7 @@ def _grow_branch(node: Any, x: dict[str, Any]) -> None:
     from rich.markup import escape
 
     items = list(x.items())
-    if all(k.isdigit() for k in x):
+    if all(k.isdecimal() for k in x):
         items.sort(key=lambda kv: int(kv[0]))
     i = 0
     while i < len(items):
@@ -487,7 +487,9 @@ def _grow_branch(node: Any, x: dict[str, Any]) -> None:
             j = i + 1
             if re.fullmatch(r"\d+", key):
                 while (
-                    j < len(items) and items[j][0].isdigit() and _describe_shape(items[j][1]) == _describe_shape(value)
+                    j < len(items)
+                    and items[j][0].isdecimal()
+                    and _describe_shape(items[j][1]) == _describe_shape(value)
                 ):
                     j += 1
             label = f"[cyan]{escape(printable(key))}[/]" + (

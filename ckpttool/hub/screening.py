@@ -40,7 +40,7 @@ _PICKLE, _ARCHIVE = "a pickle", "an archive"
 def _looks_random(text: str) -> bool:
     """Return whether a part of a text looks random: 16 or more letters and digits in frequent alternation."""
     for run in re.findall(r"[A-Za-z0-9]{16,}", text):
-        kinds = [0 if c.isdigit() else 1 if c.isupper() else 2 for c in run]
+        kinds = [0 if c.isdecimal() else 1 if c.isupper() else 2 for c in run]
         if kinds.count(0) >= 3 and sum(a != b for a, b in pairwise(kinds)) * 4 >= len(run):
             return True
     return False

@@ -203,7 +203,7 @@ def _params_of_group(group: Mapping[Path, object]) -> list[Any]:
 
 def _as_number(x: object) -> Any:
     """Return the number of a parameter as an int, also where it is text of digits; anything else as it is."""
-    return int(x) if isinstance(x, str) and x.isdigit() else x
+    return int(x) if isinstance(x, str) and x.isdecimal() else x
 
 
 def _group_by_options(flat: Mapping[str, Mapping[Path, object]]) -> dict[int, dict[Path, Any]]:
@@ -363,7 +363,7 @@ def _flat_state_elements(slots: _Slots) -> int | None:
 def _usual_place(child: str) -> int:
     """Return a number by which a child of a module is sorted among its siblings: its own if it is a number, its place
     in `_KNOWN_CHILDREN`, or 0 where its place is not known."""
-    return int(child) if child.isdigit() else _KNOWN_CHILDREN.index(child) if child in _KNOWN_CHILDREN else 0
+    return int(child) if child.isdecimal() else _KNOWN_CHILDREN.index(child) if child in _KNOWN_CHILDREN else 0
 
 
 _MOST_ORDERS = 720
@@ -387,10 +387,10 @@ def possible_orders(names: Iterable[str]) -> Iterator[list[str]]:
 
     def look(node: Mapping[str, Any], path: tuple[str, ...]) -> None:
         """Collect the children of unknown order by the kind of their module."""
-        unknown = {c for c in node if not c.isdigit() and c not in _KNOWN_CHILDREN}
+        unknown = {c for c in node if not c.isdecimal() and c not in _KNOWN_CHILDREN}
         kinds.setdefault(path, set()).update(unknown)
         for c, below in node.items():
-            look(below, (*path, "#" if c.isdigit() else c))
+            look(below, (*path, "#" if c.isdecimal() else c))
 
     look(tree, ())
     open_kinds = {path: sorted(children) for path, children in kinds.items() if len(children) > 1}
@@ -405,7 +405,7 @@ def possible_orders(names: Iterable[str]) -> Iterator[list[str]]:
             if not node:
                 yield at
             for c in sorted(node, key=lambda c: (place.get(path, {}).get(c, 0), _usual_place(c))):
-                yield from walk(node[c], (*path, "#" if c.isdigit() else c), f"{at}.{c}" if at else c)
+                yield from walk(node[c], (*path, "#" if c.isdecimal() else c), f"{at}.{c}" if at else c)
 
         yield list(walk(tree, (), ""))
 

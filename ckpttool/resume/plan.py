@@ -339,7 +339,7 @@ def _world_size_of_job() -> int:
     """
     variables = {k: os.environ.get(k, "") for k in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")}
     rank, world = variables["RANK"], variables["WORLD_SIZE"]
-    if not (rank.isdigit() and world.isdigit() and int(rank) < int(world) and all(variables.values())):
+    if not (rank.isdecimal() and world.isdecimal() and int(rank) < int(world) and all(variables.values())):
         shown = ", ".join(f"{k}={v!r}" for k, v in variables.items())
         raise UsageError(
             "RANK and WORLD_SIZE are set, so this process is one rank of a job, but the variables make no sense: "

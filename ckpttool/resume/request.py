@@ -268,7 +268,7 @@ def parse_mesh(text: str | None, world_size: int) -> dict[str, int]:
         if (
             name not in ("dp_replicate", "dp_shard", "tp")
             or not eq
-            or not size.isdigit()
+            or not size.isdecimal()
             or int(size) < 1
             or name in out
         ):

@@ -451,7 +451,7 @@ class SavePlan:
     def _are_ranks(self, each: dict[Any, Any], world: int) -> bool:
         """Return whether the keys of `per_rank` are ranks of a job of `world` ranks, and of no larger or smaller
         one."""
-        ranks = [int(k) if str(k).isdigit() else -1 for k in each]
+        ranks = [int(k) if str(k).isdecimal() else -1 for k in each]
         return bool(ranks) and min(ranks) >= 0 and max(ranks) < world and world in (self.source_world, max(ranks) + 1)
 
 

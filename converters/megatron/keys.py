@@ -214,7 +214,7 @@ def _take_optimizer(x: object, out: dict[str, Any], extra: dict[str, Any], what:
         Corrupt: the optimizer has another form than Megatron-Core's.
     """
     chain = [x]
-    if isinstance(x, dict) and x and all(isinstance(k, int) or str(k).isdigit() for k in x):
+    if isinstance(x, dict) and x and all(isinstance(k, int) or str(k).isdecimal() for k in x):
         chain = [x[k] for k in sorted(x, key=int)]
     elif isinstance(x, list):
         chain = x

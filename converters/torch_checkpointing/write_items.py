@@ -100,7 +100,7 @@ def _by_rank(
         ckpt: what is written.
         source: where tensors in it are read, to compare them.
     """
-    if ROLES.get(name) not in ("rng", "dataloader") or not all(len(p) > 1 and str(p[0]).isdigit() for p in leaves):
+    if ROLES.get(name) not in ("rng", "dataloader") or not all(len(p) > 1 and str(p[0]).isdecimal() for p in leaves):
         return None
     out: dict[int, dict[Path, object]] = {}
     for path, leaf in leaves.items():

@@ -70,7 +70,7 @@ def _schedulers(ckpt: Checkpoint) -> list[tuple[set[Path], dict[Path, object]]]:
     """List (canonical paths, {path in the state dict: leaf}) of each scheduler, by number; several are numbered below
     "scheduler"."""
     found = _leaves_inside(ckpt, "scheduler")
-    if not found or not all(len(p) > 2 and str(p[1]).isdigit() for p in found):
+    if not found or not all(len(p) > 2 and str(p[1]).isdecimal() for p in found):
         return [(set(found), _cut_paths(found, 1))] if found else []
     numbers = sorted({str(p[1]) for p in found}, key=int)
     rows = [{p: leaf for p, leaf in found.items() if str(p[1]) == n} for n in numbers]

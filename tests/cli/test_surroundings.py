@@ -331,6 +331,16 @@ def test_an_optimizer_in_a_list_that_is_no_dict_is_kept_as_it_is(tmp_path: Path)
     assert load_full(tmp_path / "out.pt")["optimizer_states"] == [0.5]
 
 
+def test_a_superscript_is_no_number_of_a_parameter(tmp_path: Path) -> None:
+    """ "²".isdigit() is true, and int("²") an error."""
+    tree = state({"w": (2, 3)})
+    tree["optim"]["state"] = {"²": tree["optim"]["state"]["w"]}
+    tree["optim"]["param_groups"][0]["params"] = [0]
+    torch.save(tree, tmp_path / "in.pt")
+    with pytest.raises(errors.Corrupt, match="an entry for parameter ², which no param group lists"):
+        ckpttool.open(tmp_path / "in.pt")
+
+
 def test_half_of_a_surrogate_pair_in_a_key_is_converted_and_written_down(tmp_path: Path) -> None:
     tree = {"model": state({"w": (2, 3)})["model"], "scheduler": {"last\ud800": 4, "\udfff": {"x": 1.5}}}
     torch.save(tree, tmp_path / "in.pt")

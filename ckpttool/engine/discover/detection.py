@@ -502,7 +502,8 @@ class _Walk:
             step, epoch = _step_and_epoch(part)
             if step is not None or epoch is not None:
                 break
-        if step is None and layouts.program_of(layout).step_word == "" and (name := path.rpartition("/")[2]).isdigit():
+        name = path.rpartition("/")[2]
+        if step is None and layouts.program_of(layout).step_word == "" and name.isdecimal():
             step = int(name)
         trainer = None
         if of is not None:

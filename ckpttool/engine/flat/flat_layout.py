@@ -272,7 +272,7 @@ def find_blocks(names: Iterable[str]) -> list[str]:
     lists: dict[str, dict[str, bool]] = {}
     for name in names:
         path = name.split(".")
-        k = next((i for i, p in enumerate(path[:-1]) if p.isdigit() and i), None)
+        k = next((i for i, p in enumerate(path[:-1]) if p.isdecimal() and i), None)
         if k is not None:
             inner = lists.setdefault(".".join(path[:k]), {})
             inner[path[k]] = inner.get(path[k], False) or len(path) > k + 2
@@ -367,7 +367,7 @@ def find_fitting_layout(
 
 def _is_in_list(name: str) -> bool:
     """Tell whether a name has a number among its components, as in a list of modules."""
-    return any(p.isdigit() for p in name.split("."))
+    return any(p.isdecimal() for p in name.split("."))
 
 
 def _lay_out_without(

@@ -127,9 +127,9 @@ def _steps_by_module(steps: Mapping[str, float]) -> dict[str, dict[str, float]]:
         parts = fqn.split(".")
         if (
             len(parts) >= 4
-            and any(p.isdigit() for p in parts[:-2])
-            and not parts[-3].isdigit()
-            and not parts[-2].isdigit()
+            and any(p.isdecimal() for p in parts[:-2])
+            and not parts[-3].isdecimal()
+            and not parts[-2].isdecimal()
         ):
             out.setdefault(".".join(parts[:-2]), {})[fqn] = step
     return out
