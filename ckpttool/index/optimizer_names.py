@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 from ..errors import Corrupt, Unsupported, argument
 from .checkpoint import Path
 from .fqns import strip_wrappers
+from .paths import is_number_text
 
 __all__ = [
     "FLAT_GROUPS",
@@ -203,7 +204,7 @@ def _params_of_group(group: Mapping[Path, object]) -> list[Any]:
 
 def _as_number(x: object) -> Any:
     """Return the number of a parameter as an int, also where it is text of digits; anything else as it is."""
-    return int(x) if isinstance(x, str) and x.isdecimal() else x
+    return int(x) if isinstance(x, str) and is_number_text(x) else x
 
 
 def _group_by_options(flat: Mapping[str, Mapping[Path, object]]) -> dict[int, dict[Path, Any]]:
@@ -363,7 +364,7 @@ def _flat_state_elements(slots: _Slots) -> int | None:
 def _usual_place(child: str) -> int:
     """Return a number by which a child of a module is sorted among its siblings: its own if it is a number, its place
     in `_KNOWN_CHILDREN`, or 0 where its place is not known."""
-    return int(child) if child.isdecimal() else _KNOWN_CHILDREN.index(child) if child in _KNOWN_CHILDREN else 0
+    return int(child) if is_number_text(child) else _KNOWN_CHILDREN.index(child) if child in _KNOWN_CHILDREN else 0
 
 
 _MOST_ORDERS = 720

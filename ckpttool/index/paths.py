@@ -9,7 +9,16 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-__all__ = ["WRAPPED_SLOTS", "HasPath", "Number", "Path", "is_optimizer_state", "is_param_group", "joined"]
+__all__ = [
+    "WRAPPED_SLOTS",
+    "HasPath",
+    "Number",
+    "Path",
+    "is_number_text",
+    "is_optimizer_state",
+    "is_param_group",
+    "joined",
+]
 
 #: str elements are keys of dicts, int elements are positions in lists.
 Path = tuple[str | int, ...]
@@ -22,6 +31,12 @@ class Number(str):
     """An element of a path that is an integer key of a dict: {0: ...}. In DCP, whose keys are text, it is text."""
 
     __slots__ = ()
+
+
+def is_number_text(text: str) -> bool:
+    """Return whether a text is a whole number that `int` reads: "²" has digits that it refuses, and so has a text of
+    thousands of digits."""
+    return text.isdecimal() and len(text) < 20
 
 
 def joined(path: Path) -> str:

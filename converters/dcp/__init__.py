@@ -48,6 +48,7 @@ from ckpttool.index.checkpoint import (
 )
 from ckpttool.index.composites import shape_of
 from ckpttool.index.names import canonical
+from ckpttool.index.paths import is_number_text
 from ckpttool.layouts import Layout, Place, ReadOptions, checkpoint_of, known_orders, late, with_tree_of
 from ckpttool.program import Advice, ForTrainer, Program, SeenFolder, Unfinished
 from ckpttool.storage.overlay import LostBytes
@@ -214,7 +215,12 @@ def _count_milestones(ckpt: Checkpoint) -> None:
     found: dict[Path, dict[int, int]] = {}
     for v in ckpt.values.values():
         *head, key = v.path
-        if v.path[0] == "scheduler" and head[-1:] == ["milestones"] and str(key).isdecimal() and type(v.data) is int:
+        if (
+            v.path[0] == "scheduler"
+            and head[-1:] == ["milestones"]
+            and is_number_text(str(key))
+            and type(v.data) is int
+        ):
             found.setdefault(tuple(head), {})[int(key)] = v.data
     for path, counts in found.items():
         names = {joined((*path, str(k))) for k in counts}

@@ -25,6 +25,7 @@ from ckpttool.formats.torch_zip_writer import TorchFiles
 from ckpttool.huggingface import encodings
 from ckpttool.index.checkpoint import ITEMSIZE, Checkpoint, Chunks, TensorEntry, Value, floating_dtype, joined
 from ckpttool.index.draft import Draft, Dropped
+from ckpttool.index.paths import is_number_text
 from ckpttool.layouts import WriteOptions
 
 from ..options import ZeroOptions
@@ -451,7 +452,7 @@ class SavePlan:
     def _are_ranks(self, each: dict[Any, Any], world: int) -> bool:
         """Return whether the keys of `per_rank` are ranks of a job of `world` ranks, and of no larger or smaller
         one."""
-        ranks = [int(k) if str(k).isdecimal() else -1 for k in each]
+        ranks = [int(k) if is_number_text(str(k)) else -1 for k in each]
         return bool(ranks) and min(ranks) >= 0 and max(ranks) < world and world in (self.source_world, max(ranks) + 1)
 
 

@@ -13,6 +13,7 @@ from ckpttool.formats.pickles import MEGATRON_ENUMS, Global, Opaque, short
 from ckpttool.formats.stored_tensors import StoredTensor
 from ckpttool.index.checkpoint import Checkpoint, Leaves, Path, TensorEntry, Value, joined
 from ckpttool.index.names import COMPONENTS
+from ckpttool.index.paths import is_number_text
 from ckpttool.storage.source import Source
 
 __all__ = [
@@ -214,7 +215,7 @@ def _take_optimizer(x: object, out: dict[str, Any], extra: dict[str, Any], what:
         Corrupt: the optimizer has another form than Megatron-Core's.
     """
     chain = [x]
-    if isinstance(x, dict) and x and all(isinstance(k, int) or str(k).isdecimal() for k in x):
+    if isinstance(x, dict) and x and all(isinstance(k, int) or is_number_text(str(k)) for k in x):
         chain = [x[k] for k in sorted(x, key=int)]
     elif isinstance(x, list):
         chain = x

@@ -22,6 +22,7 @@ from itertools import takewhile
 from ... import layouts
 from ...errors import CkpttoolError, NotPermitted, NotRecognised, UsageError, argument
 from ...formats import other_files
+from ...index.paths import is_number_text
 from ...layouts import Layout, Place
 from ...options import DEFAULT_LAYOUT
 from ...printable import printable
@@ -503,7 +504,7 @@ class _Walk:
             if step is not None or epoch is not None:
                 break
         name = path.rpartition("/")[2]
-        if step is None and layouts.program_of(layout).step_word == "" and name.isdecimal():
+        if step is None and layouts.program_of(layout).step_word == "" and is_number_text(name):
             step = int(name)
         trainer = None
         if of is not None:
