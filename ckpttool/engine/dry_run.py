@@ -21,8 +21,7 @@ from .workers.part_requests import describe_job
 __all__ = ["ASSUMED_BYTES_PER_SECOND", "DryRun", "estimate_conversion"]
 
 #: The rate of the time that is estimated: an assumption, of bytes read and written together. A local NVMe disk does
-#: about twice
-#: that (docs/benchmarks.md), a disk on a network or a store less.
+#: about twice that (docs/benchmarks.md), a disk on a network or a store less.
 ASSUMED_BYTES_PER_SECOND = 1_000_000_000
 
 

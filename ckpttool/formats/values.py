@@ -25,9 +25,8 @@ has them, so `jq '."trainer.step".data'` works. All else is an object of one key
 
 In "$object" what is not there is left out: "call" (the class was called, instead of made by __new__), "args" of that,
 "state" that was set, items that were appended ("list") and set ("dict", pairs). The nodes of a config of OmegaConf
-point to their
-parents: where an instance holds itself, however deep inside, all that is met twice in it has a "label", from 0 in the
-order in which they are met again. Files of older versions have no "$ordered", no "$again" and no label.
+point to their parents: where an instance holds itself, however deep inside, all that is met twice in it has a "label",
+from 0 in the order in which they are met again. Files of older versions have no "$ordered", no "$again" and no label.
 
 Equal values have equal bytes: dicts keep their order, sets have none. Only those bytes are read; any other spelling of
 the same values is refused. What two places of another value share is written twice.

@@ -41,8 +41,7 @@ _TRAINING = re.compile(
 )
 _SECRET = re.compile(r"secret|credential|passw|token(?!izer)|api.?key|private", re.IGNORECASE)
 #: How files begin that hold others, or that only a decoder can look into: gzip, compress, bzip2, xz, zip, 7z, zstd,
-#: lz4,
-#: rar; .npy, which may hold pickled objects. No tokenizer needs one.
+#: lz4, rar; .npy, which may hold pickled objects. No tokenizer needs one.
 PACKED = (
     b"\x1f\x8b",
     b"\x1f\x9d",

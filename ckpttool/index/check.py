@@ -77,9 +77,11 @@ def _check_tensor(ckpt: Checkpoint, name: str, t: TensorEntry) -> None:
     if item is None or (t.dtype in NOT_TORCHS and ckpt.layout not in (HUB_LAYOUT, ARCHIVE_LAYOUT)):
         raise Corrupt(f'"{name}" has dtype {t.dtype!r}, which torch does not have.')
     numel = t.numel
-    others = numel or prod(n or 1 for n in t.shape)  # torch computes strides of empty tensors too
-    if others > MAX_NUMEL or (t.shape and min(t.shape) < 0):
-        raise Corrupt(f'"{name}" has shape {t.shape}: more elements, or steps between them, than torch can count.')
+    counted = numel or prod(n or 1 for n in t.shape)  # torch computes strides of empty tensors too
+    if counted > MAX_NUMEL or (t.shape and min(t.shape) < 0):
+        raise Corrupt(
+            f'"{name}" has shape {t.shape}: sizes below 0, or more elements or larger strides than torch can count.'
+        )
     c = t.chunks
     if c.ndim != len(t.shape):
         raise Corrupt(f'"{name}": chunks have {c.ndim} dimensions, the tensor has {len(t.shape)}.')

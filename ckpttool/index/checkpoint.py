@@ -426,8 +426,7 @@ class Checkpoint:
     config: dict[str, Any] | None = None  # the config.json of the model, if there is one next to the weights
     ranks: dict[int, int] = field(default_factory=dict)  # {file: rank} of files that one rank wrote for itself
     #: Ranks divide all tensors among their files, so a file may hold whole tensors, and the steps of some parameters.
-    #: If False,
-    #: every rank's file holds its own part of each tensor.
+    #: If False, every rank's file holds its own part of each tensor.
     spreads_tensors: bool = False
     #: {file: bytes behind the last item that the index names}: the file is not the one that the index was written for,
     #: or not its whole content

@@ -6,10 +6,9 @@
     locate_together(opened)                           a collective: every item's framing, each file read by one rank
 
 Detecting the layout, listing folders, parsing pickles and headers, asking transformers in a child process, comparing
-files of
-ranks: all of it is done by the first rank of those to which the path is the same place (same time of the last change).
-Ranks whose path leads elsewhere, as to a copy on a node's own disk, have a first rank of their own, and must find the
-same state.
+files of ranks: all of it is done by the first rank of those to which the path is the same place (same time of the last
+change). Ranks whose path leads elsewhere, as to a copy on a node's own disk, have a first rank of their own, and must
+find the same state.
 
 What travels is pickled here, made of classes of ours and of plain data. `dcp.load` sends its plans in the same way; no
 pickle of a checkpoint gets there. The ranks that did not read the index open only files that are as long and as old as

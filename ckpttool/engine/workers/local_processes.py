@@ -41,8 +41,8 @@ from .local_worker import (
 __all__ = ["LocalProcesses", "WorkerDied"]
 
 #: sys.path comes first, so that workers import what this process would: an editable install, PYTHONPATH, what a program
-#: added. The
-#: current folder, which `python -c`, a prompt or a notebook has on it, is left out: it may be that of a checkpoint.
+#: added. The current folder, which `python -c`, a prompt or a notebook has on it, is left out: it may be that of a
+#: checkpoint.
 _CODE = """
 import os, sys
 file = open(int(sys.argv[1]), "rb")

@@ -120,9 +120,8 @@ COLUMNS: dict[str, dict[str, tuple[float, float]]] = {
 }
 
 #: Where Muon runs at another world size: it multiplies shards of a momentum in bf16 and sums them over ranks. Four to
-#: six times the
-#: deviations at 1, 2 and 3 ranks (update 2.7e-3, of a tensor 7.4e-3; a step later loss 1.2e-5, gradient 7.1e-5, of a
-#: tensor 2.6e-4).
+#: six times the deviations at 1, 2 and 3 ranks (update 2.7e-3, of a tensor 7.4e-3; a step later loss 1.2e-5, gradient
+#: 7.1e-5, of a tensor 2.6e-4).
 _MUON: dict[str, tuple[float, float]] = {
     "loss": (0, 6e-5),
     "grad_norm": (0, 4e-4),
@@ -145,9 +144,8 @@ PROFILES: dict[str, str] = {
 NOISE_FLOOR = {"fp32": 1e-6, "bf16": 1e-4, "bf16 parameters": 1e-3}
 
 #: The update of a parameter of 16 bits is a whole number of its quanta (`Trace.quanta`), and an element whose update is
-#: near
-#: half of one makes it or not as the last bit of a gradient has it. So a deviation is relative to this many quanta at
-#: least.
+#: near half of one makes it or not as the last bit of a gradient has it. So a deviation is relative to this many quanta
+#: at least.
 QUANTA = 4.0
 
 #: If two runs of one job differ by more than this, staying within such a bound proves nothing.

@@ -25,8 +25,7 @@ __all__ = ["PEAKS", "check_gates", "compute_metrics", "peak_flops"]
 
 #: (pattern of the name that CUDA gives a device, dense bf16 FLOP/s, where the number is published). First match counts.
 #: Numbers with sparsity are halved. Not listed: devices without bf16 (V100, T4), H20 (no data sheet was found), and
-#: H100 NVL
-#: (its data sheets disagree: 1671 TFLOPS, and before that 3958 for two).
+#: H100 NVL (its data sheets disagree: 1671 TFLOPS, and before that 3958 for two).
 PEAKS: tuple[tuple[str, float, str], ...] = (
     (r"\bGB200\b", 2500e12, "NVIDIA GB200 NVL72 data sheet: 5 PFLOPS a GPU with sparsity"),
     (r"\bB200\b", 2250e12, "NVIDIA Blackwell data sheet, HGX B200: 4.5 PFLOPS a GPU with sparsity"),

@@ -175,8 +175,7 @@ def build_job(settings: RunSettings, opened: OpenCheckpoint) -> Job:
     )
 
 
-# ------------------------------------------------------------------------------------------------ where models come
-# from
+# ----------------------------------------------------------------------------------------------- where models come from
 
 
 def _nest_under_prefix(model: Any, settings: RunSettings) -> Any:

@@ -3,10 +3,9 @@
     fingerprint(tensor) = sum over elements i of mix(bits of element i, i)  mod 2^64
 
 i is the flat row-major index in the whole tensor, so the sum does not depend on which rank holds which shard, or in
-which
-order: every rank sums its own shards, and one all-reduce completes the sum. A changed or moved element changes the sum,
-with a chance of 2^-64 that it does not. This is not a cryptographic digest (collisions can be constructed); `ckpttool
-digest` is. It does not depend on the tensor's name, so a tensor that holds another's bytes is recognised.
+which order: every rank sums its own shards, and one all-reduce completes the sum. A changed or moved element changes
+the sum, with a chance of 2^-64 that it does not. This is not a cryptographic digest (collisions can be constructed);
+`ckpttool digest` is. It does not depend on the tensor's name, so a tensor that holds another's bytes is recognised.
 
 It runs on the device of the tensor, in blocks of 2^20 elements. torch's integer arithmetic wraps around on CPU and
 CUDA alike.
