@@ -36,6 +36,7 @@ from ..index.fqns import remove_wrappers
 from ..index.names import CANONICAL_KEYS_NOTE, KEEPS_NUMBERS, refuse_surrogates
 from ..index.optimizers import describe_lost_slots, find_per_rank_slots
 from ..index.param_groups import names_by_group, regroup
+from ..index.paths import is_optimizer_state
 from ..index.schedulers import complete_scheduler_state
 from ..index.vocabulary import vocabulary_of
 from ..options import HUB_LAYOUT, OpenOptions, PlanKeywords, WriteRequest, list_keywords, split_keywords
@@ -424,16 +425,19 @@ def _refuse_odd_optimizer(ckpt: Checkpoint) -> None:
     """Refuse an optimizer that no engine and no trainer loads.
 
     Raises:
-        Unsupported: its state is a tensor, or a param group is a list.
+        Unsupported: its state is a tensor, or so is that of a parameter (or a value), or a param group is a list.
     """
-    odd = (
-        '"optim.state" is a tensor. The state of an optimizer is a dict of its parameters'
-        if "optim.state" in ckpt.tensors
-        else ""
-    )
-    for path in chain((v.path for v in ckpt.values.values()), (t.path for t in ckpt.tensors.values())):
-        if path[:2] == ("optim", "param_groups") and len(path) > 3 and type(path[3]) is int:
-            odd = odd or f'"{joined(path[:3])}" is a list. A param group is a dict of options'
+    odd = ""
+    for path in chain((v.path for v in ckpt.values.values() if v.data != {}), (t.path for t in ckpt.tensors.values())):
+        if odd:
+            break
+        if is_optimizer_state(path) and len(path) < 4:
+            odd = (
+                f'"{joined(path)}" is {"a tensor" if joined(path) in ckpt.tensors else "a value"}. The state of an '
+                "optimizer is a dict of its parameters, and that of a parameter a dict of its slots"
+            )
+        elif path[:2] == ("optim", "param_groups") and len(path) > 3 and type(path[3]) is int:
+            odd = f'"{joined(path[:3])}" is a list. A param group is a dict of options'
     if odd:
         raise Unsupported(
             f"{odd}, so no engine and no trainer loads it. {argument('only', ['model'])} converts the weights alone; "

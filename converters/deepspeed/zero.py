@@ -135,6 +135,7 @@ def _load_optimizer_files(reading: SaveReader, world: int, flats: str, base: str
                 f"{f.what}: partition_count is {short(stated)}, the save is of {world} ranks. The files are of "
                 "different saves."
             )
+        _check_stage(f, whole, flats)
         masters = f.get(flats, list, whole)
         if len(masters) != count or not all(_is_flat(t) for t in masters):
             raise Corrupt(f"{f.what}: {flats} are not {count} flat tensors, as param_shapes says.")
@@ -159,6 +160,20 @@ def _load_optimizer_files(reading: SaveReader, world: int, flats: str, base: str
             raise Corrupt(f"{f.what}: {what} differ from rank 0's. The files are from different saves.")
     reading.rest.update(ds.loss_scaler_leaves(out[0].whole))
     return out
+
+
+def _check_stage(f: File, whole: dict[str, Any], flats: str) -> None:
+    """Check that an optimizer file states a stage whose masters lie under the key `flats`.
+
+    BF16_Optimizer, whose masters lie where those of stages 1 and 2 do, states none.
+
+    Raises:
+        Corrupt: it states another stage, or none at stage 3.
+    """
+    sharded = flats == "fp32_flat_groups"
+    stated = f.get("zero_stage", int, whole) if sharded or "zero_stage" in whole else 1
+    if (stated == 3) != sharded:
+        raise Corrupt(f"{f.what}: zero_stage is {short(stated)}, and its masters are {flats}, as at another stage.")
 
 
 def _is_flat(x: object) -> bool:

@@ -293,6 +293,18 @@ def test_state_of_an_optimizer_that_is_a_tensor_itself(tmp_path: Path) -> None:
             )
 
 
+@pytest.mark.parametrize("found", [torch.ones(()), 3, [1, 2]], ids=["tensor", "number", "list"])
+def test_state_of_a_parameter_that_is_no_dict(tmp_path: Path, found: object) -> None:
+    tree = state({"w": (2, 3), "b": (3,)})
+    tree["optim"]["state"]["b"] = found
+    torch.save(tree, tmp_path / "in.pt")
+    ckpttool.convert(tmp_path / "in.pt", tmp_path / "dcp", to="dcp", world_size=2)
+    for to in ("megatron", "zero3", "universal", "fsdp1", "trainer", "torchtitan", "torch_checkpointing"):
+        size = None if to in ("megatron", "universal") else 2
+        with pytest.raises(errors.Unsupported, match='"optim.state.b" is .*that of a parameter a dict of its slots'):
+            ckpttool.convert(tmp_path / "in.pt", tmp_path / "there", to=to, world_size=size, drop=True)
+
+
 def test_a_param_group_that_is_a_list(tmp_path: Path) -> None:
     tree = state({"w": (2, 3), "b": (3,)})
     tree["optim"]["param_groups"] = [[1, [2, {"a": None}]], {"lr": 0.1, "params": ["w", "b"]}]
