@@ -98,7 +98,7 @@ class RunPlanner:
                 mesh=parse_mesh(None, request.against_world_size) if request.against_world_size else self.mesh,
                 config=config if own_config else original.config or config,
                 round_trip=False,
-                reread=False,
+                loader=request.reference_loader,
             )
         if self.recorded is not None:
             rates = {s.step: s.learning_rates for s in self.recorded.steps if s.learning_rates}

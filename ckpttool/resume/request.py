@@ -51,6 +51,11 @@ class VerifyRequest:
     reference: str | os.PathLike[str] | None = option(
         None, "What ckpttool.Recorder wrote in the original job (JSONL).", "Reference"
     )
+    reference_loader: str = option(
+        "origin",
+        "Who loads the reference of --against: origin (torch, safetensors or DeepSpeed, which wrote it) or ckpttool.",
+        "Reference",
+    )
     job: str | None = option(
         None,
         "Your own job: a function that builds it. That file, and the modules beside it, run as your code.",
@@ -136,6 +141,7 @@ class VerifyKeywords(ReadKeywords, total=False):
 
     against: str | os.PathLike[str] | None
     reference: str | os.PathLike[str] | None
+    reference_loader: str
     job: str | None
     world_size: int | None
     mesh: str | None
@@ -193,7 +199,8 @@ class RunSettings:
     what the names of the checkpoint begin with and those of the job's model do not. `scratch` is a folder for the save
     of the round trip, that of rank 0 where they differ; None for none. `timeout` is for how many seconds a rank may
     make no progress. `dtypes` are those in which every tensor gets a fingerprint as well, since the other side may have
-    rounded it. `flags` are the options of the command, None where messages name arguments of Python.
+    rounded it. `loader` is "origin" where the checkpoint's own program reads it, as far as it can, and else "ckpttool".
+    `flags` are the options of the command, None where messages name arguments of Python.
     """
 
     source: str
@@ -226,6 +233,7 @@ class RunSettings:
     scratch: str | None = None
     timeout: float = 600.0
     dtypes: list[str] = field(default_factory=list)
+    loader: str = "ckpttool"
     flags: list[str] | None = field(default_factory=get_named_flags)
 
     def __post_init__(self) -> None:

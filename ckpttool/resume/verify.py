@@ -66,6 +66,9 @@ def resume_verify(source: str | os.PathLike[str], **keywords: Unpack[VerifyKeywo
         against: the original checkpoint, in its own layout. It runs with the same batches and is the reference.
         reference: the lines that a `Recorder` wrote in the original job. Without this and `against`, only the state and
             the run itself are checked.
+        reference_loader: who loads `against` into its job. "origin": the reader of the program that wrote it, as far as
+            there is one here (torch's dcp.load and torch.load, safetensors, DeepSpeed's conversion), so that a fault of
+            ckpttool's loader is no fault of both sides; the report says who loaded what. "ckpttool": ckpttool's own.
         config: folder or id of the Hugging Face model; the folder of the checkpoint if it has a config.json.
         job: "module.py:build", a function of yours that returns the model, and perhaps optimizer, scheduler, data and
             loss. Each rank runs it, with the folder of module.py first on sys.path.
@@ -141,6 +144,8 @@ def check_request(request: VerifyRequest) -> None:
         raise UsageError(f"{argument('against')} and {argument('reference')} are two references; give one.")
     if request.profile not in PROFILES:
         raise UsageError(f"{argument('profile', request.profile)}: choose one of {', '.join(PROFILES)}.")
+    if request.reference_loader not in ("origin", "ckpttool"):
+        raise UsageError(f"{argument('reference_loader', request.reference_loader)}: choose origin or ckpttool.")
     if request.steps < 1:
         raise UsageError(f"{argument('steps', request.steps)}: must be at least 1.")
     if request.timeout < 1:

@@ -34,6 +34,8 @@ ORDER = (
     "state.shapes",
     "state.digests",
     "state.scalars",
+    "state.values",
+    "state.reference",
     "config.groups",
     "config.scheduler",
     "config.rng",
@@ -125,6 +127,10 @@ def judge(
         UsageError: there is no such profile.
     """
     made = [state_checks.check_loaded(got, profile), state_checks.check_plausible(got, reference)]
+    made += [
+        state_checks.check_held_values(reference, got),
+        *state_checks.check_reference_loaded(reference, profile),
+    ]
     envelope: dict[str, list[float]] = {}
     if reference is not None:
         if profile == "relaxed":

@@ -20,6 +20,9 @@ from .verdict import Check
 
 __all__ = ["list_not_verified"]
 
+#: Components that are loaded into the job, in words.
+_LOADED = {"model": "model", "optim": "optimizer", "scheduler": "scheduler"}
+
 #: Components beside model and optimizer, in words.
 _BESIDE = {
     "rng": "random states",
@@ -67,6 +70,18 @@ def _same_job(reference: Trace | None, got: Trace) -> Iterator[str]:
             else "both runs have the same"
         )
         yield f"faults of {what}: {recipe}"
+        yield from _same_loader(reference)
+
+
+def _same_loader(reference: Trace) -> Iterator[str]:
+    """Yield sentences about the components that ckpttool loaded on both sides, and why no other reader did."""
+    by: dict[str, list[str]] = {}
+    for component, why in reference.unwitnessed.items():
+        by.setdefault(why, []).append(_LOADED[component])
+    for why, what in by.items():
+        yield f"faults of ckpttool's loader, {list_first(what)}: it loaded both sides, since {escape_unprintable(why)}"
+    if reference.loaders and not reference.unwitnessed and set(reference.loaders.values()) == {"ckpttool"}:
+        yield "faults of ckpttool's loader: it loaded both sides, as asked"
 
 
 def _switched_off(got: Trace) -> Iterator[str]:

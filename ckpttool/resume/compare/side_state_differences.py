@@ -9,13 +9,22 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple, TypeGuard
 
 from ...layouts import program_of
 from ..trace.model import Trace
 from .differences import are_alike
 
-__all__ = ["Marked", "SideStateDiff", "compare_side_state", "is_comparable", "is_recording", "side_state_of"]
+__all__ = [
+    "Marked",
+    "SideStateDiff",
+    "compare_side_state",
+    "differences_from_files",
+    "differences_from_reference",
+    "is_comparable",
+    "is_recording",
+    "side_state_of",
+]
 
 #: Values of a scheduler that change while it computes and mean nothing afterwards.
 _TRANSIENT = frozenset(("_get_lr_called_within_step", "_is_initial", "verbose"))
@@ -130,6 +139,57 @@ def compare_side_state(reference: Trace, got: Trace, component: str) -> SideStat
                 out.found[n] = (expected, ours[n])
     out.extra = [n for n in ours if n not in theirs]
     return out
+
+
+def differences_from_files(trace: Trace) -> tuple[list[str], int]:
+    """Compare what scheduler and modules hold (`Trace.held`) with the files: (a text for each difference, how many
+    values were compared). Only what both have is compared, and no bytes that a module makes itself, such as a
+    pickle."""
+    problems, compared = [], 0
+    for name, value in trace.held.items():
+        plain = name.replace("[", "").replace("]", "")
+        mark = trace.others.get(plain)
+        stored = trace.values.get(plain) if mark is None else list(mark)
+        if name.rpartition(".")[2] in _TRANSIENT or (plain not in trace.values and mark is None):
+            continue
+        if (
+            not is_comparable(stored)
+            or not is_comparable(value)
+            or (mark is not None and mark[0] in ("bytes", "uint8"))
+        ):
+            continue
+        compared += 1
+        if not _are_held_alike(stored, value):
+            problems.append(f"{plain} is {value!r} in the job and {stored!r} in the files")
+    return problems, compared
+
+
+def differences_from_reference(reference: Trace, got: Trace) -> list[str]:
+    """Compare what scheduler and modules hold (`Trace.held`) with what they hold in the job of the reference; returns a
+    text for each difference. What only this side has is none: some readers load no key that the job does not have at
+    first."""
+    out = []
+    for name, expected in reference.held.items():
+        who = reference.loaders.get(name.partition(".")[0], "the reference")
+        if name.rpartition(".")[2] in _TRANSIENT:
+            continue
+        if name not in got.held:
+            out.append(f"{name} is not in the job, and is where {who} loads it")
+        elif not _are_held_alike(expected, got.held[name]):
+            out.append(f"{name} is {got.held[name]!r}, and {expected!r} where {who} loads it")
+    return out
+
+
+def _are_held_alike(a: object, b: object) -> bool:
+    """Tell whether two values of `Trace.held` are equal: plain ones, marks, or a number and the mark of a tensor that
+    holds it."""
+    sides = [Marked(x[0], tuple(x[1]), x[2]) if _is_mark(x) else x for x in (a, b)]
+    return are_alike(*sides) or _is_same_number(*sides)
+
+
+def _is_mark(x: Any) -> TypeGuard[list[Any]]:
+    """Tell whether a value of `Trace.held` is a mark: [dtype, shape, fingerprint]."""
+    return isinstance(x, list) and len(x) == 3 and isinstance(x[0], str) and isinstance(x[1], (list, tuple))
 
 
 def _variants_of_ranks(reference: Trace, name: str) -> list[object]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from dataclasses import replace
 
 from ...index.names import step_count
 from ...printable import count_noun, list_first
@@ -28,10 +29,25 @@ from .differences import (
     tensors_with_unequal_copies,
     tied_groups,
 )
-from .side_state_differences import SideStateDiff, compare_side_state, is_recording, side_state_of
+from .side_state_differences import (
+    SideStateDiff,
+    compare_side_state,
+    differences_from_files,
+    differences_from_reference,
+    is_recording,
+    side_state_of,
+)
 from .verdict import Check
 
-__all__ = ["check_configuration", "check_loaded", "check_own_tying", "check_plausible", "check_state"]
+__all__ = [
+    "check_configuration",
+    "check_held_values",
+    "check_loaded",
+    "check_own_tying",
+    "check_plausible",
+    "check_reference_loaded",
+    "check_state",
+]
 
 
 def check_loaded(got: Trace, profile: str) -> Check:
@@ -54,6 +70,30 @@ def check_loaded(got: Trace, profile: str) -> Check:
     return Check.exact(
         name, wrong, good, f"the job does not hold what the files contain, in {count_noun(len(wrong), 'tensor')}"
     )
+
+
+def check_reference_loaded(reference: Trace | None, profile: str) -> list[Check]:
+    """Check that the job of the reference holds what its files contain, if they were read a second time."""
+    if reference is None or not reference.stored:
+        return []
+    found = check_loaded(reference, profile)
+    return [replace(found, name="state.reference", text=f"of the reference: {found.text}")]
+
+
+def check_held_values(reference: Trace | None, got: Trace) -> Check:
+    """Check what the scheduler and the extra states of modules hold after the load: as the files have it, and, where
+    another reader loaded the reference, as that job has it, types of keys included."""
+    name = "state.values"
+    if got.failed is not None:
+        return Check.unknown(name, "the checkpoint could not be loaded")
+    problems, compared = differences_from_files(got)
+    if reference is not None and reference.failed is None:
+        problems += differences_from_reference(reference, got)
+        compared = max(compared, len(reference.held))
+    if not compared and not problems:
+        return Check.unknown(name, "the job has neither a scheduler nor extra states of modules that were loaded")
+    good = f"the job holds the {count_noun(compared, 'value')} of scheduler and extra states that were stored"
+    return Check.exact(name, problems, good, f"{count_noun(len(problems), 'value')} not as stored")
 
 
 def check_plausible(got: Trace, reference: Trace | None = None) -> Check:

@@ -27,12 +27,14 @@ from ...engine.opening import OpenCheckpoint
 from ...engine.workers.local_worker import die_with_parent
 from ...errors import CkpttoolError, CommandLine, DoesNotFit, kind_of, name_flags
 from ...live.collectives import gather_objects
+from ...live.job_optimizers import list_optimizers, remember_options
 from ...live.load import load_opened
 from ...live.plain_values import is_lossless_cast
 from ...live.shared_index import look_together
 from ...printable import count_noun
 from ..compare import misfit
 from ..job.build import Job, build_job
+from ..job.origin import OriginLoad, find_origin
 from ..job.round_trip import round_trip
 from ..job.training import measure_memory, measure_probe, measure_recorded_probe, train_step
 from ..job.user_job import check_batches_fit_model
@@ -45,6 +47,7 @@ from ..trace.live_facts import (
     describe_environment,
     dtype_name,
     has_dropout,
+    held_values,
     list_dropouts,
     model_config,
     named_parameters,
@@ -283,7 +286,10 @@ def _load_checkpoint(
     problem = None if refused is None else str(refused)
     fits = not isinstance(refused, DoesNotFit)
     cost = _LoadCost(settings.device)
-    if problem is None:
+
+    def load_by_ckpttool() -> None:
+        """Load all of the checkpoint by ckpttool's loader, and keep the reason if that fails."""
+        nonlocal problem, fits
         try:
             optimizer, scheduler = (job.optimizer, job.scheduler) if trained else (None, None)
             loaded = load_opened(
@@ -295,6 +301,23 @@ def _load_checkpoint(
             problem, fits = str(e), not isinstance(e, DoesNotFit)
         except (RuntimeError, ValueError, KeyError) as e:  # torch's own, where it sets the state of a live job
             problem = f"{type(e).__name__}: {e}"
+
+    if problem is None:
+        origin = OriginLoad(lacking=dict.fromkeys(_list_loaded(job, trained), ""))
+        if settings.loader == "origin":
+            origin = find_origin(job, opened, trained, settings.scratch)
+            out.unwitnessed = origin.lacking
+        restore = remember_options(g for o in list_optimizers(job.optimizer) for g in o.param_groups)
+        if origin.partial or origin.lacking:
+            load_by_ckpttool()
+        if origin.readers and not any(gather_objects(problem is not None)):
+            enter_stage(f"loading {settings.source} by {', '.join(dict.fromkeys(origin.readers.values()))}")
+            if why := _try_readers(origin):
+                restore()
+                out.unwitnessed = dict.fromkeys(_list_loaded(job, trained), why)
+                load_by_ckpttool()
+                origin = OriginLoad()
+        out.loaders = {p: origin.readers.get(p, "ckpttool") for p in _list_loaded(job, trained)}
     every: list[tuple[str | None, LoadCostRecord]] = gather_objects((problem, cost.measure()))
     problems = [said for said, _ in every]
     out.loads = [{"rank": rank, **measured} for rank, (_, measured) in enumerate(every)]
@@ -310,6 +333,25 @@ def _load_checkpoint(
     text, rank = next(iter(errors.items()))
     text = "; ".join(" ".join(line.split()).rstrip(".") for line in text.replace(":\n", ": ").splitlines())
     return text if len(errors) == 1 and all(p is not None for p in problems) else f"rank {rank}: {text}"
+
+
+def _list_loaded(job: Job, trained: bool) -> list[str]:
+    """List the components of a checkpoint that are loaded into a job."""
+    return ["model", *(("optim",) if trained else ()), *(("scheduler",) if trained and job.scheduler else ())]
+
+
+def _try_readers(origin: OriginLoad) -> str | None:
+    """Let the readers of a checkpoint's origin load it; return why one cannot on some rank, or None. A collective."""
+    from torch.distributed.checkpoint.api import CheckpointException
+
+    why = None
+    try:
+        origin.load()
+    except CheckpointException as e:  # hides the cause
+        why = "; ".join(f"{type(x).__name__}: {x}" for x, _ in e.failures.values())
+    except Exception as e:
+        why = f"{type(e).__name__}: {e}"
+    return next((" ".join(text.split())[:300] for text in gather_objects(why) if text is not None), None)
 
 
 def _fingerprint_state(
@@ -332,6 +374,7 @@ def _fingerprint_state(
     low = {n: p for n, p in named_parameters(job.model).items() if p.is_floating_point() and p.element_size() == 2}
     out.quanta = fingerprint.global_norms(low, device, fingerprint.spacing_16bit)
     out.groups = [] if job.optimizer is None else plain_param_groups(job.model, job.optimizer)
+    out.held = held_values(job.model, job.scheduler if trained else None)
     if apart:
         out.notes.append(
             f"copies on several ranks are not equal, of {count_noun(len(apart), 'tensor')}, first {apart[0]}"

@@ -122,6 +122,7 @@ def _facts_of(trace: Trace) -> dict[str, str]:
     return {
         "source": escape_unprintable(trace.source, 120),
         "layout": escape_unprintable(trace.layout or ""),
+        "loaded by": _describe_loaders(trace),
         "step": f"{trace.start:,}",
         "ranks": ranks,
         "dtype": escape_unprintable(trace.dtype or ""),
@@ -135,6 +136,14 @@ def _facts_of(trace: Trace) -> dict[str, str]:
         "clipping": "" if trace.clip is None else f"grad norm {format_number(trace.clip)}",
         "dropout": "on" if trace.dropout else "switched off" if trace.dropout_off else "",
     }
+
+
+def _describe_loaders(trace: Trace) -> str:
+    """Return who loaded what: "torch's dcp.load (model, optim), ckpttool (scheduler)"; "" if that is not known."""
+    by: dict[str, list[str]] = {}
+    for component, reader in trace.loaders.items():
+        by.setdefault(reader, []).append(component)
+    return ", ".join(f"{who} ({', '.join(what)})" if len(by) > 1 else who for who, what in by.items())
 
 
 def device_name(trace: Trace) -> str:

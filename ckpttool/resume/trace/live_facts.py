@@ -17,7 +17,7 @@ from ...live.live_values import iterate_leaves
 from .fingerprint import counts_on_this_rank, local_shard, sum_over_ranks
 from .numerics import read_numerics
 from .records import EnvironmentRecord
-from .side_state import mark_array
+from .side_state import collect_side_state, mark_array
 
 __all__ = [
     "StepNorms",
@@ -26,6 +26,7 @@ __all__ = [
     "describe_environment",
     "dtype_name",
     "has_dropout",
+    "held_values",
     "is_same_on_all_ranks",
     "list_dropouts",
     "model_config",
@@ -232,6 +233,26 @@ def optimizer_numbers(model: Any, optimizer: Any) -> dict[str, float]:
         for slot, _, x in iterate_leaves(optimizer.state.get(p, {}), ())
         if isinstance(x, (bool, int, float))
     }
+
+
+def held_values(model: Any, scheduler: Any) -> dict[str, Any]:
+    """Return {name: plain value, or mark of an array} of what a scheduler (None for none) and the get_extra_state() of
+    modules hold: "scheduler.milestones.[3]", where a key that is no text has brackets."""
+    from torch.distributed.checkpoint.state_dict import get_model_state_dict
+
+    state = get_model_state_dict(model)
+    states: dict[tuple[str, ...], Any] = {("model", n): x for n, x in state.items() if n.endswith("_extra_state")}
+    if scheduler is not None:
+        states["scheduler",] = scheduler.state_dict()
+    found = collect_side_state({path: _mark_keys(x) for path, x in states.items()})
+    return {**found.values, **{n: list(mark) for n, mark in found.others.items()}}
+
+
+def _mark_keys(x: Any) -> Any:
+    """Return a tree in which keys that are no text are text in brackets."""
+    if isinstance(x, Mapping):
+        return {k if isinstance(k, str) else f"[{k!r}]": _mark_keys(y) for k, y in x.items()}
+    return type(x)(map(_mark_keys, x)) if type(x) in (list, tuple) else x
 
 
 def has_dropout(model: Any) -> bool:

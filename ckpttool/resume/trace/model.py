@@ -107,6 +107,10 @@ class Trace:
     quanta: {FQN: L2 norm} of the distance from each element of a parameter of 16 bits to the next number.
     groups: the optimizer's param groups as the job holds them: options, and "params": [FQN, ...].
     tied: the names of each parameter that has more than one.
+    loaders: {component: who loaded it into the job}: "ckpttool", or a reader of the program that wrote the checkpoint.
+    unwitnessed: {component: why ckpttool loaded it}, of a run that was to be loaded by such readers.
+    held: {name: value, or mark} of what the scheduler and the modules' get_extra_state() hold after loading; keys that
+        are no text have brackets.
     recipe: what the job was built from: module.py:build, or the folder of a configuration.
     scheduler: the class of the scheduler that ran.
     dropout_off: the largest probability of a dropout that was switched off.
@@ -131,6 +135,9 @@ class Trace:
     clip: float | None = None
     dropout: bool = False
     dropout_off: float = 0.0
+    loaders: dict[str, str] = field(default_factory=dict)
+    unwitnessed: dict[str, str] = field(default_factory=dict)
+    held: dict[str, Any] = field(default_factory=dict)
     recipe: str | None = None
     scheduler: str | None = None
     unread: list[tuple[str, str]] = field(default_factory=list)

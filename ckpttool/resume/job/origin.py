@@ -1,0 +1,457 @@
+"""Loads the reference of a comparison by the reader of the program that wrote it, and not by ckpttool's own loader:
+what that does wrong to both sides would pass.
+
+    found = find_origin(job, opened, trained, scratch)     # a collective: what it loads, and why not the rest
+    found.load()                                           # a collective
+
+    a DCP folder        torch's dcp.load into the state dicts of the job
+    torch.save          torch.load
+    safetensors         safetensors, one tensor at a time
+    a DeepSpeed save    DeepSpeed's ds_to_universal (deepspeed_reader.py): trained weights, slots of the optimizer
+
+torch's set_model_state_dict and set_optimizer_state_dict put the state into the job, and the scheduler loads its own.
+Nothing of the checkpoint runs: pickles are read with weights_only, and .metadata by an unpickler that knows only the
+classes that torch's own has.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+import pickle
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from typing import Any
+
+from ...engine.opening import OpenCheckpoint
+from ...live.collectives import gather_objects
+from ...live.job_optimizers import list_optimizers
+from ..trace.fingerprint import local_shard
+from ..trace.live_facts import named_parameters, tied_names
+from . import deepspeed_reader
+from .build import Job
+
+__all__ = ["OriginLoad", "find_origin"]
+
+#: Keys of the model where a file has several state dicts with the names of the job, such as an average of the weights.
+_MODEL_KEYS = frozenset(("model", "module", "state_dict", "model_state_dict"))
+_DEPTH = 4  # of dicts in a file in which the state is looked for
+_FORCE = "TORCH_FORCE_WEIGHTS_ONLY_LOAD"  # torch/serialization.py: as if every torch.load had weights_only=True
+
+
+@dataclass
+class OriginLoad:
+    """What the readers of the origin load: `readers` {component: name of the reader}, `lacking` {component: why
+    ckpttool's loader has to}. With `partial`, ckpttool's loader has to run before `load`."""
+
+    readers: dict[str, str] = field(default_factory=dict)
+    lacking: dict[str, str] = field(default_factory=dict)
+    partial: bool = False
+    steps: list[Callable[[], None]] = field(default_factory=list)
+
+    def load(self) -> None:
+        """Load what `readers` names. A collective. Any error of a reader passes through, and leaves the job spoiled."""
+        with _weights_only():
+            for step in self.steps:
+                step()
+
+
+class _Target:
+    """The state dicts of a job, by the names that torch gives them, and where a checkpoint has them."""
+
+    def __init__(self, job: Job) -> None:
+        from torch.distributed.checkpoint.state_dict import get_model_state_dict
+
+        self.job = job
+        self.optimizers = list_optimizers(job.optimizer)
+        self.model: dict[str, Any] = get_model_state_dict(job.model)
+        self.aliases = {n: group for group in tied_names(job.model) for n in group}
+        self.trained = [n for n, p in named_parameters(job.model).items() if p.requires_grad]
+        state = {} if job.scheduler is None else job.scheduler.state_dict()
+        self.scheduler = [k for k, x in state.items() if isinstance(k, str) and x not in ({}, [], ())]
+
+    def names_of_model(self, known: Collection[str], prefix: str = "") -> list[str] | None:
+        """List the FQNs of the model that are among `known` after a prefix; None if a tensor is not, under any of its
+        names."""
+        found = [n for n in self.model if prefix + n in known]
+        held = set(found)
+        lacks = (n for n, x in self.model.items() if n not in held and hasattr(x, "element_size"))
+        return None if not found or any(held.isdisjoint(self.aliases.get(n, ())) for n in lacks) else found
+
+    def spoil_model(self, names: Collection[str]) -> None:
+        """Overwrite tensors of the model, so that what a reader leaves out is seen."""
+        import torch
+
+        with torch.no_grad():
+            for n in names:
+                if hasattr(self.model[n], "element_size"):
+                    local = local_shard(self.model[n])
+                    local.fill_(1 if local.dtype == torch.bool else 77)
+
+    def set_optimizer(self, state: dict[str, Any], options: Any) -> None:
+        """Let torch put a state dict by FQN into the optimizers; `options` are StateDictOptions."""
+        from torch.distributed.checkpoint.state_dict import set_optimizer_state_dict
+
+        set_optimizer_state_dict(self.job.model, self.optimizers, state, options=options)
+
+
+def find_origin(job: Job, opened: OpenCheckpoint, trained: bool, scratch: str | None) -> OriginLoad:
+    """Find what of a checkpoint the readers of its origin can load into a job. A collective; nothing is loaded.
+
+    Args:
+        job: as it was built.
+        opened: the checkpoint.
+        trained: whether optimizer and scheduler are loaded, too.
+        scratch: a folder that all ranks share, for what DeepSpeed converts; None for none.
+    """
+    parts = ["model", *(("optim",) if trained else ()), *(("scheduler",) if trained and job.scheduler else ())]
+    folder = opened.source.local_folder
+    out = OriginLoad()
+    why = "no other reader of this layout finds it under the names of the job"
+    if folder is None or opened.inputs:
+        why = "it is read from a store or an archive" if folder is None else "it is computed from several checkpoints"
+    else:
+        files = [os.path.normpath(os.path.join(folder, f)) for f in opened.checkpoint.files]
+        try:
+            with _weights_only():
+                _find_readers(_Target(job), files, parts, scratch, out, opened.folder)
+        except Exception as e:  # a reader that fails is none; ckpttool's loader says what is wrong with the files
+            out, why = OriginLoad(), f"{type(e).__name__}: {' '.join(str(e).split())[:200]}"
+    common = [set(found) for found in gather_objects(list(out.readers))]
+    if any(found != common[0] for found in common):
+        out, why = OriginLoad(), "the readers of its origin find it on some ranks only"
+    out.lacking = {p: out.lacking.get(p, why) for p in parts if p not in out.readers}
+    return out
+
+
+def _find_readers(
+    target: _Target, files: list[str], parts: list[str], scratch: str | None, out: OriginLoad, whole: bool
+) -> None:
+    """Add to `out` what readers load the components `parts` of a job from the files, and the steps that do so; with
+    `whole`, the other files of their folders belong to the checkpoint, too."""
+    folders = list(dict.fromkeys(map(os.path.dirname, files)))
+    if save := deepspeed_reader.find_save(files):
+        out.partial = True
+        try:
+            found = deepspeed_reader.prepare(target.job, save, scratch, "optim" in parts)
+        except deepspeed_reader.NoReader as e:
+            out.lacking = dict.fromkeys(parts, str(e))
+            return
+        out.readers |= found.readers
+        out.steps.append(found.load)
+        return
+    for folder in folders:
+        if os.path.isfile(os.path.join(folder, ".metadata")):
+            _plan_dcp(target, folder, [p for p in parts if p not in out.readers], out)
+    left = [p for p in parts if p not in out.readers]
+    if left and not any(os.path.isfile(os.path.join(folder, ".metadata")) for folder in folders):
+        _plan_files(target, files, left, out)
+        left = [p for p in left if p not in out.readers]
+        beside = [os.path.join(d, n) for d in folders for n in sorted(os.listdir(d)) if whole and left]
+        _plan_files(target, [f for f in beside if f.endswith((".pt", ".bin", ".pth")) and f not in files], left, out)
+
+
+@contextmanager
+def _weights_only() -> Iterator[None]:
+    """While the block runs, let every torch.load refuse what is no plain data, also those that torch makes itself."""
+    before = os.environ.get(_FORCE)
+    os.environ[_FORCE] = "1"
+    try:
+        yield
+    finally:
+        os.environ.pop(_FORCE) if before is None else os.environ.update({_FORCE: before})
+
+
+# ------------------------------------------------------------------------------------------------------- DCP folders
+
+
+def _make_reader(folder: str) -> Any:
+    """Return torch's FileSystemReader of a folder, which reads .metadata by `_MetadataUnpickler`."""
+    from torch.distributed.checkpoint import filesystem
+
+    class PlainReader(filesystem.FileSystemReader):
+        """torch's reader; its pickle.load is replaced, since that would run what a hostile .metadata says."""
+
+        def read_metadata(self, *args: Any, **kwargs: Any) -> Any:
+            with open(os.path.join(folder, ".metadata"), "rb") as f:
+                found = _MetadataUnpickler(io.BytesIO(f.read())).load()
+            if getattr(found, "storage_meta", None) is None:
+                from torch.distributed.checkpoint.metadata import StorageMeta
+
+                found.storage_meta = StorageMeta()
+            found.storage_meta.load_id = self.load_id
+            return found
+
+    return PlainReader(folder)
+
+
+#: What a .metadata calls beside the classes of torch: they make plain data of their arguments.
+_METADATA_HELPERS = frozenset(
+    (
+        ("collections", "OrderedDict"),
+        ("pathlib", "PosixPath"),
+        ("pathlib", "PurePosixPath"),
+        ("torch.serialization", "_get_layout"),
+    )
+)
+
+
+class _MetadataUnpickler(pickle.Unpickler):
+    """An unpickler that knows the classes of torch's metadata, and no others."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        """Return a class of torch's metadata, or a dtype.
+
+        Raises:
+            UnpicklingError: the name is of anything else.
+        """
+        import torch
+
+        found: Any = None
+        if module in ("torch.distributed.checkpoint.metadata", "torch.distributed.checkpoint.filesystem"):
+            found = super().find_class(module, name)
+        elif module == "torch":
+            found = getattr(torch, name, None)
+        elif (module, name) in _METADATA_HELPERS:
+            return super().find_class(module, name)
+        own = isinstance(found, type) and (found.__module__ == module or found in (torch.Size, torch.device))
+        if own or isinstance(found, (torch.dtype, torch.memory_format, torch.layout)):
+            return found
+        raise pickle.UnpicklingError(f"{module}.{name} is no class of torch's metadata")
+
+
+def _plan_dcp(target: _Target, folder: str, parts: list[str], out: OriginLoad) -> None:
+    """Add to `out` the step that loads components of a job from a DCP folder, as far as it has them."""
+    from torch.distributed.checkpoint import state_dict_loader
+    from torch.distributed.checkpoint.state_dict import (
+        StateDictOptions,
+        get_optimizer_state_dict,
+        set_model_state_dict,
+    )
+
+    keys = set(_make_reader(folder).read_metadata().state_dict_metadata)
+    known = {key[:i] for key in keys for i in (*(i for i, c in enumerate(key) if c == "."), len(key))}
+    where: dict[str, str] = {}
+    if "model" in parts and (prefix := _find_model(target, keys, known)) is not None:
+        where["model"] = prefix
+    if "optim" in parts and (prefix := _find_optimizer(target, keys)) is not None:
+        where["optim"] = prefix
+    if "scheduler" in parts and (prefix := _find_scheduler(target, keys, known, where)) is not None:
+        where["scheduler"] = prefix
+    names = target.names_of_model(known, where["model"]) if "model" in where else None
+
+    def load() -> None:
+        """Let torch load the state dicts, and put them into the job."""
+        tree: dict[str, Any] = {}
+        options = StateDictOptions(strict=False)
+        if names is not None:
+            target.spoil_model(names)
+            _put(tree, where["model"], {n: target.model[n] for n in names})
+        if "optim" in where:
+            before = where["optim"]
+            flat = any(f"{before}param_groups.{n}" in known for n in target.trained)
+            options.flatten_optimizer_state_dict = flat
+            for optimizer in target.optimizers:
+                optimizer.state.clear()
+            made: Any = get_optimizer_state_dict(target.job.model, target.optimizers, options=options)
+            if flat:
+                made = {k: x for k, x in made.items() if not k.startswith("state.") or before + k in known}
+            else:
+                made["state"] = {n: x for n, x in made["state"].items() if f"{before}state.{n}" in known}
+            _put(tree, before, made)
+        if "scheduler" in where:
+            _put(tree, where["scheduler"], target.job.scheduler.state_dict())
+        state_dict_loader.load(tree, storage_reader=_make_reader(folder))
+        if names is not None:
+            found = _get(tree, where["model"])
+            set_model_state_dict(target.job.model, {n: found[n] for n in names}, options=options)
+        if "optim" in where:
+            target.set_optimizer(_get(tree, where["optim"]), options)
+        if "scheduler" in where:
+            target.job.scheduler.load_state_dict(_get(tree, where["scheduler"]))
+
+    if where:
+        out.readers |= dict.fromkeys(where, "torch's dcp.load")
+        out.steps.append(load)
+
+
+def _find_model(target: _Target, keys: Collection[str], known: Collection[str]) -> str | None:
+    """Return what the names of the job's model begin with in a DCP folder: "model.", or "" for a bare state dict; None
+    if they are not there, or in several places.
+
+    Args:
+        keys: the keys of the folder.
+        known: those, and what they begin with up to each dot.
+    """
+    first = next(n for n, x in target.model.items() if hasattr(x, "element_size"))
+    ends = [first, *target.aliases.get(first, ())]
+    starts = {k[: -len(n)] for n in ends for k in keys if k == n or k.endswith(f".{n}")}
+    found = [p for p in starts if target.names_of_model(known, p) is not None and "state." not in p]
+    if len(found) > 1:
+        found = [p for p in found if p[:-1].rpartition(".")[2] in _MODEL_KEYS]
+    return found[0] if len(found) == 1 else None
+
+
+def _find_optimizer(target: _Target, keys: Collection[str]) -> str | None:
+    """Return what the names of the optimizer's state begin with in a DCP folder, "optim."; None if it is not there, or
+    in several places."""
+    marks = {f"state.{n}." for n in target.trained}
+    found = set()
+    for k in keys:
+        at = k.find("state.")
+        while at >= 0:
+            if (not at or k[at - 1] == ".") and any(k.startswith(m, at) for m in marks):
+                found.add(k[:at])
+            at = k.find("state.", at + 1)
+    return found.pop() if len(found) == 1 else None
+
+
+def _find_scheduler(
+    target: _Target, keys: Collection[str], known: Collection[str], where: Mapping[str, str]
+) -> str | None:
+    """Return what the names of the scheduler's state begin with in a DCP folder; None if it is not there, or in several
+    places.
+
+    Args:
+        keys, known: as in `_find_model`.
+        where: what is found already; the scheduler lies outside of it.
+    """
+    if not target.scheduler:
+        return None
+    first = target.scheduler[0]
+    starts = {n[: -len(first)] for n in known if n == first or n.endswith(f".{first}")}
+    others = [p for p in where.values() if p]
+    found = [
+        p
+        for p in starts
+        if all(p + k in known for k in target.scheduler) and not any(p.startswith(other) for other in others)
+    ]
+    return found[0] if len(found) == 1 else None
+
+
+def _put(tree: dict[str, Any], prefix: str, state: Mapping[str, Any]) -> None:
+    """Put a state dict into a tree under a dotted prefix such as "app.model."; under "" into the tree itself."""
+    for part in prefix.split(".")[:-1]:
+        tree = tree.setdefault(part, {})
+    tree.update(state)
+
+
+def _get(tree: dict[str, Any], prefix: str) -> dict[str, Any]:
+    """Return the dict that `_put` made under a prefix."""
+    for part in prefix.split(".")[:-1]:
+        tree = tree[part]
+    return tree
+
+
+# --------------------------------------------------------------------------------------- files of torch, safetensors
+
+
+def _plan_files(target: _Target, files: list[str], parts: list[str], out: OriginLoad) -> None:
+    """Add to `out` the steps that load components of a job from files of torch.save and of safetensors."""
+    from torch.distributed.checkpoint.state_dict import StateDictOptions
+
+    dicts: list[tuple[tuple[str, ...], dict[Any, Any]]] = []
+    for f in files if parts else ():
+        if not f.endswith((".safetensors", ".json")):
+            dicts += _walk_dicts(_load_file(f), (os.path.splitext(os.path.basename(f))[0],))
+    stored = _tensors_in_safetensors([f for f in files if f.endswith(".safetensors")])
+    if "model" in parts and target.names_of_model(stored) is not None:
+        out.readers["model"] = "safetensors"
+        out.steps.append(lambda: _fill_model(target, stored))
+    elif "model" in parts:
+        models = [(p, d) for p, d in dicts if target.names_of_model(d.keys()) is not None]
+        if len(models) > 1:
+            models = [(p, d) for p, d in models if p[-1] in _MODEL_KEYS]
+        if len(models) == 1:
+            out.readers["model"] = "torch.load"
+            out.steps.append(lambda: _set_model(target, models[0][1]))
+    optimizers = [d for _, d in dicts if {"state", "param_groups"} <= d.keys() and isinstance(d["state"], dict)]
+    if "optim" in parts and len(optimizers) == 1 and (state := _name_parameters(target, optimizers[0])) is not None:
+        out.readers["optim"] = "torch.load"
+        out.steps.append(lambda: target.set_optimizer(state, StateDictOptions(full_state_dict=True)))
+    schedulers = [d for _, d in dicts if set(target.scheduler) <= d.keys()]
+    if "scheduler" in parts and target.scheduler and len(schedulers) == 1:
+        out.readers["scheduler"] = "torch.load"
+        out.steps.append(lambda: target.job.scheduler.load_state_dict(schedulers[0]))
+
+
+def _load_file(path: str) -> Any:
+    """Return what torch.load makes of a file, its tensors mapped into memory where the file allows that; None where
+    torch does not load it as plain data."""
+    import torch
+
+    for mmap in (True, False):
+        with suppress(RuntimeError, ValueError, pickle.UnpicklingError, EOFError, KeyError):
+            return torch.load(path, map_location="cpu", mmap=mmap, weights_only=True)
+    return None
+
+
+def _walk_dicts(tree: Any, path: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...], dict[Any, Any]]]:
+    """Yield (keys that lead to it, dict) of every dict in a tree, of lists, too."""
+    if isinstance(tree, dict):
+        yield path, tree
+    if len(path) > _DEPTH or not isinstance(tree, (dict, list)):
+        return
+    for key, x in tree.items() if isinstance(tree, dict) else enumerate(tree):
+        yield from _walk_dicts(x, (*path, str(key)))
+
+
+def _set_model(target: _Target, found: Mapping[str, Any]) -> None:
+    """Let torch put a whole state dict into the model."""
+    from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
+
+    names = target.names_of_model(found.keys()) or []
+    target.spoil_model(names)
+    options = StateDictOptions(full_state_dict=True, strict=False)
+    set_model_state_dict(target.job.model, {n: found[n] for n in names}, options=options)
+
+
+def _name_parameters(target: _Target, saved: Mapping[str, Any]) -> dict[str, Any] | None:
+    """Return an optimizer's state dict by FQN; one by numbers is named in the order of the job's optimizer, as
+    torch.optim loads it. None if the two have other numbers of parameters."""
+    if all(isinstance(k, str) for k in saved["state"]):
+        return dict(saved)
+    if len(target.optimizers) != 1:
+        return None
+    fqns = {id(p): n for n, p in named_parameters(target.job.model).items()}
+    groups = target.optimizers[0].param_groups
+    if [len(g["params"]) for g in groups] != [len(g["params"]) for g in saved["param_groups"]]:
+        return None
+    names = {
+        i: fqns[id(p)]
+        for live, group in zip(groups, saved["param_groups"], strict=True)
+        for p, i in zip(live["params"], group["params"], strict=True)
+    }
+    state = {names[i]: x for i, x in saved["state"].items()}
+    return {
+        "state": state,
+        "param_groups": [{**g, "params": [names[i] for i in g["params"]]} for g in saved["param_groups"]],
+    }
+
+
+def _tensors_in_safetensors(files: list[str]) -> dict[str, str]:
+    """Return {name of a tensor: its file} of files of safetensors."""
+    from safetensors import safe_open
+
+    out: dict[str, str] = {}
+    for path in files:
+        with safe_open(path, "pt") as f:
+            out |= dict.fromkeys(f.keys(), path)
+    return out
+
+
+def _fill_model(target: _Target, stored: Mapping[str, str]) -> None:
+    """Copy tensors of safetensors into the model, one after the other.
+
+    Args:
+        stored: {name: file}.
+    """
+    from safetensors import safe_open
+
+    names = target.names_of_model(stored) or []
+    target.spoil_model(names)
+    for path in dict.fromkeys(stored[n] for n in names):
+        with safe_open(path, "pt") as f:
+            for n in (n for n in names if stored[n] == path):
+                deepspeed_reader.fill_tensor(target.model[n], f.get_tensor(n))
