@@ -301,7 +301,7 @@ def test_state_of_a_parameter_that_is_no_dict(tmp_path: Path, found: object) -> 
     ckpttool.convert(tmp_path / "in.pt", tmp_path / "dcp", to="dcp", world_size=2)
     for to in ("megatron", "zero3", "universal", "fsdp1", "trainer", "torchtitan", "torch_checkpointing"):
         size = None if to in ("megatron", "universal") else 2
-        with pytest.raises(errors.Unsupported, match='"optim.state.b" is .*that of a parameter a dict of its slots'):
+        with pytest.raises(errors.Unsupported, match=r'"optim.state.b" is .*that of a parameter a dict of its slots'):
             ckpttool.convert(tmp_path / "in.pt", tmp_path / "there", to=to, world_size=size, drop=True)
 
 

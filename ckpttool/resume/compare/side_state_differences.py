@@ -28,6 +28,8 @@ __all__ = [
 
 #: Values of a scheduler that change while it computes and mean nothing afterwards.
 _TRANSIENT = frozenset(("_get_lr_called_within_step", "_is_initial", "verbose"))
+#: Kinds of marks of states that a module may write in several ways.
+_ENCODED = ("bytes", "uint8")
 _FEW = 8  # values of a list that are shown
 #: How DeepSpeed cut the state, in its own configuration: a conversion to another stage changes it.
 _CUTS = "extra.ds_config.zero_optimization."
@@ -147,16 +149,11 @@ def differences_from_files(trace: Trace) -> tuple[list[str], int]:
     pickle."""
     problems, compared = [], 0
     for name, value in trace.held.items():
-        plain = name.replace("[", "").replace("]", "")
-        mark = trace.others.get(plain)
-        stored = trace.values.get(plain) if mark is None else list(mark)
-        if name.rpartition(".")[2] in _TRANSIENT or (plain not in trace.values and mark is None):
+        plain = _plain_name(name)
+        stored = _stored_value(trace, plain)
+        if name.rpartition(".")[2] in _TRANSIENT or (plain not in trace.values and plain not in trace.others):
             continue
-        if (
-            not is_comparable(stored)
-            or not is_comparable(value)
-            or (mark is not None and mark[0] in ("bytes", "uint8"))
-        ):
+        if not is_comparable(stored) or not is_comparable(value) or (_is_mark(stored) and stored[0] in _ENCODED):
             continue
         compared += 1
         if not _are_held_alike(stored, value):
@@ -167,17 +164,29 @@ def differences_from_files(trace: Trace) -> tuple[list[str], int]:
 def differences_from_reference(reference: Trace, got: Trace) -> list[str]:
     """Compare what scheduler and modules hold (`Trace.held`) with what they hold in the job of the reference; returns a
     text for each difference. What only this side has is none: some readers load no key that the job does not have at
-    first."""
+    first. What the files have otherwise is compared by `compare_side_state`."""
     out = []
     for name, expected in reference.held.items():
         who = reference.loaders.get(name.partition(".")[0], "the reference")
-        if name.rpartition(".")[2] in _TRANSIENT:
+        theirs, ours = (_stored_value(trace, _plain_name(name)) for trace in (reference, got))
+        if name.rpartition(".")[2] in _TRANSIENT or not _are_held_alike(theirs, ours):
             continue
         if name not in got.held:
             out.append(f"{name} is not in the job, and is where {who} loads it")
         elif not _are_held_alike(expected, got.held[name]):
             out.append(f"{name} is {got.held[name]!r}, and {expected!r} where {who} loads it")
     return out
+
+
+def _plain_name(name: str) -> str:
+    """Return the name that files have for a value of `Trace.held`: without the brackets of keys that are no text."""
+    return name.replace("[", "").replace("]", "")
+
+
+def _stored_value(trace: Trace, name: str) -> object:
+    """Return the plain value, or the mark as a list, that the files have under a name; None for nothing."""
+    mark = trace.others.get(name)
+    return trace.values.get(name) if mark is None else list(mark)
 
 
 def _are_held_alike(a: object, b: object) -> bool:

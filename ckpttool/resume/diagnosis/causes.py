@@ -40,7 +40,7 @@ from .rules_numbers import (
     explain_run,
     explain_steps,
 )
-from .rules_state import explain_absent, explain_load, explain_shapes, explain_tensors
+from .rules_state import explain_absent, explain_held_values, explain_load, explain_shapes, explain_tensors
 
 __all__ = ["RULES", "find_causes"]
 
@@ -69,6 +69,7 @@ class Rule(NamedTuple):
 #: Exact evidence before numerical; each rule is silent about what an earlier one explains.
 RULES = (
     Rule(explain_load),
+    Rule(explain_held_values),
     Rule(explain_absent, "state"),
     Rule(explain_shapes, "state"),
     Rule(explain_tensors, "state"),

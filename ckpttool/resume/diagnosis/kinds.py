@@ -35,6 +35,7 @@ class CauseKind(Enum):
     COPIES_DIFFER = "copies-differ", "Ranks that should hold the same tensor do not.", _STATE
     ROUNDED_ON_LOAD = "rounded-on-load", "The job holds a tensor in a less precise dtype than the files."
     LOADING = "loading", "Loading changed tensors: the job does not hold what the files contain.", None
+    LOADED_VALUES = "loaded-values", "Loading changed what the scheduler or a module's extra state holds."
     OPTIMIZER_MISSING = "optimizer-missing", "The checkpoint has no optimizer state.", _OPTIMIZER
     TENSOR_MISSING = "tensor-missing", "Weights of the reference are not in the checkpoint.", ("weights",)
     MOMENTS_MISSING = "moments-missing", "The optimizer state of some parameters is missing.", _OPTIMIZER

@@ -41,12 +41,12 @@ from ..trace.model import Trace
 from . import rules_values as diagnosis_values
 from .context import Context
 from .files import inspect_tensors
-from .kinds import CauseKind, TensorKind
+from .kinds import CauseKind, TensorKind, Topic
 from .related_tensors import side_tensors_of
 
 T = TypeVar("T")
 
-__all__ = ["explain_absent", "explain_load", "explain_shapes", "explain_tensors"]
+__all__ = ["explain_absent", "explain_held_values", "explain_load", "explain_shapes", "explain_tensors"]
 
 
 def explain_load(context: Context) -> None:
@@ -88,6 +88,15 @@ def explain_load(context: Context) -> None:
             evidence.append(f"{n} holds what the files have for {from_[0]}")
     text = f"loading changed {count_noun(len(wrong), 'tensor')}: the job does not hold what the files contain"
     context.add(CauseKind.LOADING, text, evidence, wrong)
+
+
+def explain_held_values(context: Context) -> None:
+    """Add a cause for what the scheduler or the extra states of modules hold otherwise than they were stored."""
+    if evidence := context.failed_texts("state.values"):
+        text = context.failed["state.values"].text
+        topics: tuple[Topic, ...] = ("rates",) if "scheduler." in text else ()
+        topics += ("weights", "gradients") if "model." in text else ()
+        context.add(CauseKind.LOADED_VALUES, f"loading did not restore everything: {text}", evidence, explains=topics)
 
 
 def explain_absent(context: Context) -> None:

@@ -19,9 +19,11 @@ from __future__ import annotations
 import io
 import os
 import pickle
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, MutableMapping
 from contextlib import contextmanager, suppress
+from copy import copy
 from dataclasses import dataclass, field
+from itertools import zip_longest
 from typing import Any
 
 from ...engine.opening import OpenCheckpoint
@@ -247,7 +249,7 @@ def _plan_dcp(target: _Target, folder: str, parts: list[str], out: OriginLoad) -
         options = StateDictOptions(strict=False)
         if names is not None:
             target.spoil_model(names)
-            _put(tree, where["model"], {n: target.model[n] for n in names})
+            _put(tree, where["model"], _spell_keys({n: target.model[n] for n in names}))
         if "optim" in where:
             before = where["optim"]
             flat = any(f"{before}param_groups.{n}" in known for n in target.trained)
@@ -261,15 +263,16 @@ def _plan_dcp(target: _Target, folder: str, parts: list[str], out: OriginLoad) -
                 made["state"] = {n: x for n, x in made["state"].items() if f"{before}state.{n}" in known}
             _put(tree, before, made)
         if "scheduler" in where:
-            _put(tree, where["scheduler"], target.job.scheduler.state_dict())
+            schedule = target.job.scheduler.state_dict()
+            _put(tree, where["scheduler"], _spell_keys(schedule))
         state_dict_loader.load(tree, storage_reader=_make_reader(folder))
         if names is not None:
-            found = _get(tree, where["model"])
+            found = _restore_keys(_get(tree, where["model"]), target.model)
             set_model_state_dict(target.job.model, {n: found[n] for n in names}, options=options)
         if "optim" in where:
             target.set_optimizer(_get(tree, where["optim"]), options)
         if "scheduler" in where:
-            target.job.scheduler.load_state_dict(_get(tree, where["scheduler"]))
+            target.job.scheduler.load_state_dict(_restore_keys(_get(tree, where["scheduler"]), schedule))
 
     if where:
         out.readers |= dict.fromkeys(where, "torch's dcp.load")
@@ -328,6 +331,29 @@ def _find_scheduler(
         if all(p + k in known for k in target.scheduler) and not any(p.startswith(other) for other in others)
     ]
     return found[0] if len(found) == 1 else None
+
+
+def _spell_keys(x: Any) -> Any:
+    """Return a tree in which every key is text: dcp.load leaves others alone, and adds keys of text beside them."""
+    if isinstance(x, Mapping):
+        return {str(k): _spell_keys(y) for k, y in x.items()}
+    return [_spell_keys(y) for y in x] if type(x) is list else x
+
+
+def _restore_keys(x: Any, live: Any) -> Any:
+    """Return a tree that `_spell_keys` made, with the keys and the mappings of the live one that it was made of."""
+    if isinstance(x, dict) and isinstance(live, Mapping):
+        own = {str(k): k for k in live}
+        found = {own.get(k, k): _restore_keys(y, live.get(own.get(k, k))) for k, y in x.items()}
+        if type(live) is dict or not isinstance(live, MutableMapping):
+            return found
+        out = copy(live)
+        out.clear()
+        out.update(found)
+        return out
+    if type(x) is list and isinstance(live, (list, tuple)):
+        return [_restore_keys(y, z) for y, z in zip_longest(x, live[: len(x)])]
+    return x
 
 
 def _put(tree: dict[str, Any], prefix: str, state: Mapping[str, Any]) -> None:
