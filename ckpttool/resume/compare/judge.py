@@ -128,7 +128,7 @@ def judge(
     """
     made = [state_checks.check_loaded(got, profile), state_checks.check_plausible(got, reference)]
     made += [
-        state_checks.check_held_values(reference, got),
+        *state_checks.check_held_values(reference, got),
         *state_checks.check_reference_loaded(reference, profile),
     ]
     envelope: dict[str, list[float]] = {}

@@ -79,7 +79,8 @@ def _same_loader(reference: Trace) -> Iterator[str]:
     for component, why in reference.unwitnessed.items():
         by.setdefault(why, []).append(_LOADED[component])
     for why, what in by.items():
-        yield f"faults of ckpttool's loader in {list_first(what)}: it loaded both sides, since {escape_unprintable(why)}"
+        both = f"faults of ckpttool's loader in {list_first(what)}: it loaded both sides"
+        yield f"{both}, since {escape_unprintable(why)}"
     if reference.loaders and not reference.unwitnessed and set(reference.loaders.values()) == {"ckpttool"}:
         yield "faults of ckpttool's loader: it loaded both sides, as asked"
 

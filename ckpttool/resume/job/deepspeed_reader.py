@@ -31,6 +31,7 @@ from deepspeed.checkpoint import ds_to_universal
 from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler, LossScaler
 from deepspeed.runtime.zero.config import ZeroStageEnum
 from deepspeed.utils.tensor_fragment import fragment_address
+sys.argv[1:] = [part for word in sys.argv[1:] for part in ("--" + word).split("=", 1)]
 torch.serialization.add_safe_globals([DynamicLossScaler, LossScaler, ZeroStageEnum, fragment_address])
 ds_to_universal.main(ds_to_universal.parse_arguments())
 """
@@ -113,9 +114,10 @@ def _convert(save: str, scratch: str | None) -> str | None:
     shutil.rmtree(target, ignore_errors=True)
     plain = {"TORCH_FORCE_WEIGHTS_ONLY_LOAD": "1", "DS_ACCELERATOR": "cpu"}
     ranks = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
-    workers = ["--num_extract_workers", "1", "--num_merge_workers", "1", "--inject_missing_state"]
+    words = {"input_folder": save, "output_folder": target, "num_extract_workers": 1, "num_merge_workers": 1}
+    given = [*(f"{k}={x}" for k, x in words.items()), "inject_missing_state"]
     done = subprocess.run(
-        [sys.executable, "-P", "-c", _CONVERT, "--input_folder", save, "--output_folder", target, *workers],
+        [sys.executable, "-P", "-c", _CONVERT, *given],
         env={**{k: v for k, v in os.environ.items() if k not in ranks}, **plain},
         stdin=subprocess.DEVNULL,
         capture_output=True,
