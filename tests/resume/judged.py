@@ -143,7 +143,7 @@ def name_of(check: Check | None) -> str | None:
 def bare(trace: Trace) -> Trace:
     """What numbers of a run alone tell: the state that the job holds and its configuration are left out."""
     return replace(
-        trace, state={}, others={}, stored={}, scalars={}, values={}, groups=[], config=None, tied=[], parameters=None,
+        trace, state={}, others={}, stored={}, scalars={}, values={}, held={}, groups=[], config=None, tied=[], parameters=None,
         clip=None, environment={k: v for k, v in trace.environment.items() if k == "deterministic"},
     )  # fmt: skip
 

@@ -261,7 +261,9 @@ def done(zoo_original: Zoo, herd: Herd, tmp_path_factory: pytest.TempPathFactory
             base = settings_of(
                 replace(known, build="sdpa" if run.build == "eager" else known.build), zoo_original, herd
             )
-            plan[label] = replace(base, reread=False, dtypes=["bfloat16"] if run.job in RELAXED else [])
+            plan[label] = replace(
+                base, reread=False, loader="origin", dtypes=["bfloat16"] if run.job in RELAXED else []
+            )
         if run.layout:
             settings = replace(settings, source=str(converted(Path(settings.source), run.layout, folder / str(i))))
         plan[name] = settings

@@ -94,9 +94,9 @@ def faulty(original: Llama, tmp_path_factory: pytest.TempPathFactory) -> Runs:
     folder = tmp_path_factory.mktemp("faulty")
     tied = {"source": str(original.folder / "tied"), "start": TIED}
     plan = {
-        "job": original.by_job(2, reread=False),
-        "config": original.by_config(2, reread=False),
-        "tied": original.by_job(2, "tied", reread=False, **tied),
+        "job": original.by_job(2, reread=False, loader="origin"),
+        "config": original.by_config(2, reread=False, loader="origin"),
+        "tied": original.by_job(2, "tied", reread=False, loader="origin", **tied),
     }
     for i, (name, fault) in enumerate(FAULTS.items()):
         world = 2 if fault.rank is not None or name in ABOUT_RANKS else 1

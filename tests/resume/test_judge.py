@@ -81,7 +81,7 @@ def job(start: int = 300, steps: int = 10, *, first: int | None = None, **fields
         data="tokens.npy", global_batch=24, micro_batch=6, sequence=48, clip=1.0,
         parameters=sum(math.prod(shape_of(n)) for n in FQNS),
         state=state, stored={n: h for n, (_, _, h) in state.items()}, scalars=scalars, groups=groups,
-        held={"scheduler.last_epoch": start},
+        held={"scheduler.last_epoch": start}, loaders={"scheduler": "ckpttool"},
         values={
             "trainer.step": start, "trainer.epoch": 1, "scheduler.last_epoch": start,
             "scheduler._step_count": start + 1,

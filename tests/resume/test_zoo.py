@@ -46,8 +46,10 @@ def zoo(zoo_original: Zoo, tmp_path_factory: pytest.TempPathFactory) -> Runs:
     folder = tmp_path_factory.mktemp("faulty")
     tied = {"source": str(zoo_original.folder / "tied"), "start": TIED}
     plan = {
-        "job": zoo_original.by_job(2, reread=False, clip=CLIP, probe=zoo_original.recorded("reference").probe["rows"]),
-        "tied": zoo_original.by_job(2, "tied", reread=False, clip=CLIP, **tied),
+        "job": zoo_original.by_job(
+            2, reread=False, loader="origin", clip=CLIP, probe=zoo_original.recorded("reference").probe["rows"]
+        ),
+        "tied": zoo_original.by_job(2, "tied", reread=False, loader="origin", clip=CLIP, **tied),
     }
     for i, (name, fault) in enumerate(FAULTS.items()):
         world = 2 if fault.rank is not None or name in ABOUT_RANKS else 1

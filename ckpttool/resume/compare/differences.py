@@ -291,13 +291,16 @@ def option_differences(
     `got`'s).
 
     An option that one side lacks is MISSING there; of those that torch itself writes, only if both ran the same torch.
+    torch's loader gives a group no option that the job does not have: what it left out of the reference is none.
     """
+    by_torch = reference.loaders.get("optim", "ckpttool") != "ckpttool"
     theirs, ours = options_by_parameter(reference), options_by_parameter(got)
     out: dict[str, dict[str, tuple[object, object]]] = {}
     for name, expected in theirs.items():
         for key in dict.fromkeys((*expected, *ours.get(name, ()))) if name in ours else ():
             a, b = expected.get(key, MISSING), ours[name].get(key, MISSING)
             aside = (a is MISSING or b is MISSING) and key in _TORCHS and not _same_version(reference, got, "torch")
+            aside = aside or (a is MISSING and by_torch)
             aside = aside or a in ("dict", "tensor")  # as earlier recorders wrote them
             if not aside and not are_alike(a, b):
                 out.setdefault(key, {})[name] = (a, b)

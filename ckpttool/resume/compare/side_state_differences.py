@@ -167,9 +167,10 @@ def differences_from_reference(reference: Trace, got: Trace) -> list[str]:
     first. What the files have otherwise is compared by `compare_side_state`."""
     out = []
     for name, expected in reference.held.items():
-        who = reference.loaders.get(name.partition(".")[0], "the reference")
+        component = name.partition(".")[0]
+        who = reference.loaders.get(component, "the reference")
         theirs, ours = (_stored_value(trace, _plain_name(name)) for trace in (reference, got))
-        if name.rpartition(".")[2] in _TRANSIENT or not _are_held_alike(theirs, ours):
+        if component not in got.loaders or name.rpartition(".")[2] in _TRANSIENT or not _are_held_alike(theirs, ours):
             continue
         if name not in got.held:
             out.append(f"{name} is not in the job, and is where {who} loads it")
