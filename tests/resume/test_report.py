@@ -28,7 +28,7 @@ from rich.console import Console
 from ckpttool.errors import NoSpace, UsageError
 from ckpttool.resume.compare.misfit import describe_misfit
 from ckpttool.resume.compare.verdict import Cause, Check, Report
-from ckpttool.resume.report.facts import compared_rows, relative_difference, verdict_sentence
+from ckpttool.resume.report.facts import compared_rows, list_facts, relative_difference, verdict_sentence
 from ckpttool.resume.report.files import write_reports
 from ckpttool.resume.report.html_page import render_html
 from ckpttool.resume.report.junit import render_junit
@@ -259,8 +259,15 @@ def large() -> Report:
     return report
 
 
+def upgraded(reference: Any = None, **more: Any) -> Report:
+    """A run that differs from its reference in torch and in two packages, of which one is not comparable."""
+    ours = {"python": "3.12.4", "torch": "2.13.0", "executable": "/venvs/new/bin/python", "packages": {"transformers": "5.23.0", "accelerate": "1.15", "tqdm": "4.7", "peft": "1"}}  # fmt: skip
+    theirs = {"python": "3.12.4", "torch": "2.10.0", "executable": "/venvs/old/bin/python", "packages": {"transformers": "5.6.2", "accelerate": "1.10", "tqdm": "4.7"}}  # fmt: skip
+    return passing(candidate=trace(environment=ours), reference=trace(environment=reference or theirs, **more))
+
+
 REPORTS = {
-    "pass": passing, "fail": failing, "no reference": alone, "not comparable": unlike, "gate failed": gated,
+    "pass": passing, "upgraded": upgraded, "fail": failing, "no reference": alone, "not comparable": unlike, "gate failed": gated,
     "does not fit": unfit,
     "hostile": hostile, "large": large, "one step": lambda: passing(1), "no step": lambda: passing(0),
     "empty": lambda: Report(Trace(), None, "standard", []),
@@ -300,6 +307,29 @@ def test_the_screen_names_what_failed_with_numbers_and_causes() -> None:
         (step,) = [line for line in lines if line.split()[:1] == ["301"]]
         assert step.split()[1:4] == ["2.5", "2.5075", "0.003!"]
     assert not any("likely cause" in line for line in shown(passing()))
+
+
+def test_what_ran_the_two_sides_is_in_every_form_of_the_report() -> None:
+    ours = "Python 3.12.4, torch 2.13.0, transformers 5.23.0, accelerate 1.15 (/venvs/new/bin/python)"
+    theirs = "Python 3.12.4, torch 2.10.0, transformers 5.6.2, accelerate 1.10 (/venvs/old/bin/python)"
+    assert verdict_sentence(upgraded()).endswith(f" checks passed. This run: {ours}. Reference: {theirs}.")
+    out = io.StringIO()
+    Console(file=out, width=80).print(render_terminal(upgraded()), soft_wrap=True)
+    assert ours in out.getvalue().splitlines()[0] and theirs in out.getvalue().splitlines()[0], "whole in a log"
+    assert any("environment" in line and "torch 2.10.0" in line for line in shown(upgraded(), 200))
+    junit = {p.get("name"): p.get("value") for p in Xml.fromstring(render_junit(upgraded())).iter("property")}
+    assert (junit["environment"], junit["reference environment"]) == (ours, theirs)
+    assert ours in render_html(upgraded()) and theirs in render_html(upgraded())
+    assert 'torch="2.13.0"' in render_metrics(upgraded()) and 'reference_torch="2.10.0"' in render_metrics(upgraded())
+
+
+def test_the_versions_of_a_recording_are_told_where_they_differ_and_make_no_sentence() -> None:
+    recorded = upgraded(layout=None)
+    assert "torch 2.10.0" in dict((what, theirs) for what, _, theirs in list_facts(recorded))["environment"]
+    assert "torch" not in verdict_sentence(recorded)
+    for known in ({"torch": "2.13.0", "python": "3.12.4"}, {"torch": "2.13.0", "executable": "/elsewhere/python"}, {"packages": 3}):  # fmt: skip
+        same = upgraded(known, layout=None)
+        assert "environment" not in [what for what, _, _ in list_facts(same)], "an earlier recording has fewer"
 
 
 def test_thresholds_that_begin_with_min_are_bounds_from_below() -> None:

@@ -26,12 +26,14 @@ __all__ = [
     "ignored_options",
     "in_stored_dtypes",
     "job_obstacle",
+    "loaded_versions",
     "missing_and_extra",
     "must_be_equal",
     "non_finite_values",
     "optimizer_steps",
     "option_differences",
     "options_by_parameter",
+    "package_differences",
     "rates_by_group",
     "relative_deviation",
     "shape_differences",
@@ -367,6 +369,23 @@ def _flatten_config(config: Mapping[str, object], at: str = "") -> dict[str, obj
         else:
             out[f"{at}{key}"] = value
     return out
+
+
+def package_differences(reference: Trace, got: Trace) -> dict[str, tuple[object, object]]:
+    """Return {name: (version of the reference, version here)} of torch, transformers, "python" and the other packages,
+    in this order, of which both sides have imported one, and not the same version."""
+    a, b = (loaded_versions(trace) for trace in (reference, got))
+    first = ("torch", "transformers", "python")
+    names = [*first, *sorted(a.keys() - {*first})]
+    return {n: (a[n], b[n]) for n in names if n in a and n in b and a[n] != b[n]}
+
+
+def loaded_versions(trace: Trace) -> dict[str, object]:
+    """Return {name: version} of the packages that a side had imported, and of "python"; {} where nothing is known."""
+    own: Mapping[str, object] = trace.environment
+    packages = own.get("packages")
+    known = packages if isinstance(packages, dict) else {}  # a recording may hold anything
+    return known | {n: own[n] for n in ("torch", "python") if n in own}
 
 
 def tied_groups(trace: Trace) -> set[frozenset[str]]:

@@ -18,6 +18,7 @@ from ..compare.differences import (
     non_finite_values,
     optimizer_steps,
     options_by_parameter,
+    package_differences,
     relative_deviation,
     tensor_deviations,
 )
@@ -114,8 +115,16 @@ def explain_gradient_scale(context: Context) -> None:
 
 
 def explain_steps(context: Context) -> None:
-    """Add causes from the numbers of steps alone, where nothing exact has explained them."""
-    reference = context.expected
+    """Add causes from the numbers of steps alone, where nothing exact has explained them; what else the two sides ran
+    is among their evidence."""
+    before = len(context.out)
+    _explain_numbers(context, context.expected)
+    for cause in context.out[before:]:
+        cause.evidence.extend(_environment_changes(context, context.expected))
+
+
+def _explain_numbers(context: Context, reference: Trace) -> None:
+    """Add causes from the numbers of steps alone."""
     first = first_common_step(reference, context.got)
     weights, data = "weights" in context.explained, "data" in context.explained
     same = context.passed("state.digests") and context.passed("state.names")
@@ -126,7 +135,7 @@ def explain_steps(context: Context) -> None:
                 "the weights are equal and the logits are not: the model's configuration differs (rope theta, eps "
                 "of the norms), or other kernels compute it"
             )
-            context.add(CauseKind.MODEL_CONFIGURATION, text, [*evidence, *_environment_changes(context, reference)])
+            context.add(CauseKind.MODEL_CONFIGURATION, text, evidence)
         else:
             context.add(
                 CauseKind.WEIGHTS, "the logits differ before any step: weights, or the model's configuration", evidence
@@ -143,7 +152,7 @@ def explain_steps(context: Context) -> None:
                 "loss deviates about as much: the model's configuration (eps of the norms, rope theta), or other "
                 "kernels"
             )
-            context.add(CauseKind.MODEL_CONFIGURATION, text, [*evidence, *_environment_changes(context, reference)])
+            context.add(CauseKind.MODEL_CONFIGURATION, text, evidence)
         elif context.passed("probe.logits") and context.passed("step1.batch"):
             text = (
                 "logits and batch are equal and the loss is not: its labels or masks, a term such as label smoothing "
@@ -159,7 +168,7 @@ def explain_steps(context: Context) -> None:
         elif same:
             rest = "its labels and masks" if context.passed("step1.batch") else "the batch"
             text = f"the weights are equal and the loss is not: the model's configuration, its kernels, or {rest}"
-            context.add(CauseKind.MODEL_CONFIGURATION, text, [*evidence, *_environment_changes(context, reference)])
+            context.add(CauseKind.MODEL_CONFIGURATION, text, evidence)
         else:
             context.add(
                 CauseKind.WEIGHTS,
@@ -219,12 +228,12 @@ def _explain_dropout(context: Context, reference: Trace, evidence: list[str]) ->
 
 
 def _environment_changes(context: Context, reference: Trace) -> list[str]:
-    """Return a text for each of torch, GPU, CUDA and attention that differs between this run and the reference."""
+    """Return texts about the packages, GPU, CUDA and attention that differ between this run and the reference."""
     a, b = reference.environment, context.got.environment
-    return [
-        f"{k} is {b[k]} and was {a[k]}"
-        for k in ("torch", "gpu", "cuda", "attention")
-        if k in a and k in b and a[k] != b[k]
+    packages = package_differences(reference, context.got).items()
+    out = [list_first([f"{n} is {ours} and was {theirs}" for n, (theirs, ours) in packages], 5)] if packages else []
+    return out + [
+        f"{k} is {b[k]} and was {a[k]}" for k in ("gpu", "cuda", "attention") if k in a and k in b and a[k] != b[k]
     ]
 
 
@@ -278,7 +287,7 @@ def _explain_gradients(context: Context, reference: Trace, a: Step, b: Step) -> 
         text = "the loss is equal and all gradients are not: how they are reduced, scaled or accumulated"
         if "config.model" not in context.checks or context.checks["config.model"].verdict == "not comparable":
             text += ", or the model's configuration, which the reference did not record"
-        context.add(CauseKind.GRADIENTS, text, [*evidence, *_environment_changes(context, reference)], found)
+        context.add(CauseKind.GRADIENTS, text, evidence, found)
     else:
         text = f"the loss is equal and the gradient of {describe_selection(found, every, 'tensors')} is not"
         context.add(CauseKind.GRADIENTS, text, evidence, found)

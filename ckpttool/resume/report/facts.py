@@ -15,10 +15,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from statistics import median
 
-from ...printable import count_noun
-from ..compare.differences import relative_deviation
+from ...printable import count_noun, list_first
+from ..compare.differences import loaded_versions, package_differences, relative_deviation
 from ..compare.limits import compute_metrics
 from ..compare.misfit import describe_misfit
+from ..compare.side_state_differences import is_recording
 from ..compare.verdict import Check, Report
 from ..text import escape_unprintable, format_number
 from ..trace.model import OF_BUILD, Step, Trace
@@ -44,6 +45,14 @@ QUANTITIES = {"loss": "loss", "grad_norm": "grad norm", "update_norm": "update n
 
 
 def verdict_sentence(report: Report) -> str:
+    """Return the verdict of a report in one to three sentences, and what ran the two sides if a Python each."""
+    verdict, sides = _verdict_alone(report), _describe_environments(report, 3)
+    if sides is None or not _has_other_python(report):
+        return verdict
+    return f"{verdict} This run: {sides[0]}. Reference: {sides[1]}."
+
+
+def _verdict_alone(report: Report) -> str:
     """Return the verdict of a report in one to three sentences."""
     failed = [c for c in report.checks if c.verdict == "fail"]
     continuity = [c for c in failed if c.stage != "gate"]
@@ -104,10 +113,40 @@ def list_facts(report: Report) -> list[tuple[str, str, str]]:
     ours = _facts_of(report.candidate)
     theirs = _facts_of(report.reference) if report.reference is not None else {}
     out = [(k, ours.get(k, ""), theirs.get(k, "")) for k in ours if ours[k] or theirs.get(k)]
+    if sides := _describe_environments(report, 12):
+        out.append(("environment", *sides))
     bounds = f"profile {escape_unprintable(report.profile)}" + (
         ", calibrated with this job" if report.calibrated else ""
     )
     return [*out, ("bounds", bounds, "")]
+
+
+def _has_other_python(report: Report) -> bool:
+    """Tell whether the reference is a run in another Python than this run."""
+    reference = report.reference
+    places = [t.environment.get("executable") for t in (report.candidate, reference) if t is not None]
+    return reference is not None and not is_recording(reference) and len(set(places)) > 1
+
+
+def _describe_environments(report: Report, most: int) -> tuple[str, str] | None:
+    """Return what ran (this run, the reference): versions, and the path of Python; None if no version is known to
+    differ and both are of one Python.
+
+    Of the packages but torch and transformers those that differ are named, at most `most`.
+    """
+    reference, got = report.reference, report.candidate
+    changed = {} if reference is None else package_differences(reference, got)
+    if reference is None or not (changed or _has_other_python(report)):
+        return None
+    first = ("python", "torch", "transformers")
+    texts = []
+    for trace, side in ((got, 1), (reference, 0)):
+        versions, path = loaded_versions(trace), trace.environment.get("executable")
+        known = [f"{name.replace('python', 'Python')} {versions[name]}" for name in first if name in versions]
+        others = [f"{name} {v[side]}" for name, v in changed.items() if name not in first]
+        text = ", ".join([*known, *([list_first(others, most)] if others else [])])
+        texts.append(escape_unprintable(f"{text} ({path})" if path else text, 60))
+    return texts[0], texts[1]
 
 
 def _facts_of(trace: Trace) -> dict[str, str]:

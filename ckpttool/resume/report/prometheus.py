@@ -99,7 +99,7 @@ def render_metrics(report: Report, *, training: str = "", now: float | None = No
             add(f"{name}_bytes", m.get(f"{key}_bytes"), rank=m.get("rank", ""))
     info = {
         "version": report.versions.get("ckpttool", __version__),
-        "torch": report.versions.get("torch"),
+        "torch": trace.environment.get("torch"),
         "source": trace.source,
         "layout": trace.layout,
         "profile": report.profile,
@@ -112,6 +112,7 @@ def render_metrics(report: Report, *, training: str = "", now: float | None = No
         "sequence": trace.sequence,
         "reference": report.reference.source if report.reference is not None else None,
         "reference_world_size": report.reference.world_size if report.reference is not None else None,
+        "reference_torch": report.reference.environment.get("torch") if report.reference is not None else None,
     }
     add("info", 1, **{k: v for k, v in info.items() if v not in (None, "")})
     if previous is not None:

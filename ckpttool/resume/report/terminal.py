@@ -15,7 +15,7 @@ from ..text import escape_unprintable, format_number, shorten_middle
 from .facts import ComparedStep, compared_rows, format_bound, list_facts, list_speed, verdict_sentence
 
 if TYPE_CHECKING:
-    from rich.console import Console, ConsoleOptions, RenderableType
+    from rich.console import Console, ConsoleOptions, OverflowMethod, RenderableType
     from rich.text import Text
 
 __all__ = ["render_terminal"]
@@ -48,8 +48,10 @@ class _Screen:
         from rich.text import Text
 
         report, width = self.report, options.max_width
+        # in a file nothing is wrapped, and "fold" would cut a line off
+        fold: OverflowMethod = "ignore" if options.no_wrap else "fold"
         head = Text.assemble(
-            (f" {report.word.upper()} ", _STYLE[report.word]), "  ", verdict_sentence(report), overflow="fold"
+            (f" {report.word.upper()} ", _STYLE[report.word]), "  ", verdict_sentence(report), overflow=fold
         )
         yield head
         yield Text()
@@ -61,10 +63,10 @@ class _Screen:
             yield from self._render_steps(width)
         if numbers := list_speed(report):
             yield Text()
-            yield Text("   ".join(f"{what} {value}" for what, value in numbers), overflow="fold")
+            yield Text("   ".join(f"{what} {value}" for what, value in numbers), overflow=fold)
         notes = [*report.candidate.notes, *(report.reference.notes if report.reference is not None else [])]
         for note in dict.fromkeys(notes):
-            yield Text.assemble(("note ", "blue"), escape_unprintable(note, max(20, width - 10)), overflow="fold")
+            yield Text.assemble(("note ", "blue"), escape_unprintable(note, max(20, width - 10)), overflow=fold)
         if report.causes and report.exit_code:
             yield Text()
             yield from self._render_causes(width)
@@ -72,11 +74,9 @@ class _Screen:
             yield Text()
             yield Text("not verified by this run:", "bold yellow")
             for line in report.not_verified:
-                yield Padding(Text(f"- {escape_unprintable(line, max(20, width - 6))}", overflow="fold"), (0, 0, 0, 2))
+                yield Padding(Text(f"- {escape_unprintable(line, max(20, width - 6))}", overflow=fold), (0, 0, 0, 2))
         yield Text()
-        yield (
-            Text(f"{verdict_sentence(report)}", overflow="fold") if report.exit_code else Text(verdict_sentence(report))
-        )
+        yield Text(verdict_sentence(report), overflow=fold)
         yield Text(report.word, style=_STYLE[report.word])
 
     def _render_facts(self, width: int) -> RenderableType:

@@ -7,8 +7,10 @@ and updates.
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from importlib import metadata
 from typing import Any
 
 from ...live.collectives import gather_objects
@@ -298,6 +300,8 @@ def describe_environment(device: str | None = None) -> EnvironmentRecord:
         "ckpttool": __version__,
         "torch": torch.__version__,
         "python": platform.python_version(),
+        "executable": sys.executable,
+        "packages": _list_loaded_packages(),
     }
     if device != "cpu" and torch.cuda.is_available():
         out["gpu"] = torch.cuda.get_device_name()
@@ -306,6 +310,16 @@ def describe_environment(device: str | None = None) -> EnvironmentRecord:
         if torch.distributed.is_nccl_available():
             version: Any = torch.cuda.nccl.version
             out["nccl"] = ".".join(map(str, version()))
+    return out
+
+
+def _list_loaded_packages() -> dict[str, str]:
+    """Return {name: version} of the packages that this process has imported under the names that they are installed
+    by, sorted by name."""
+    out = {}
+    for name in sorted({module.partition(".")[0] for module in list(sys.modules)} - sys.stdlib_module_names):
+        with suppress(metadata.PackageNotFoundError):
+            out[name] = metadata.version(name)
     return out
 
 

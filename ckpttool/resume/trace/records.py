@@ -29,15 +29,18 @@ class NumericsRecord(TypedDict, total=False):
 class EnvironmentRecord(TypedDict, total=False):
     """Versions and devices, how a run computed, and what was noticed on the way.
 
-    `random` says that the forward pass draws random numbers: "restored" from the checkpoint, or "seeded".
-    `rng_restored` is whether the checkpoint had generators for as many ranks. `copies_differ` are tensors whose copies
-    on several ranks differ, `rounded` those that the job holds less precisely than the files. `as_stored` and
-    `not_rounded` are set by `differences.in_stored_dtypes`.
+    `executable` is the path of Python, `packages` {name: version} those that it had imported. `random` says that the
+    forward pass draws random numbers: "restored" from the checkpoint, or "seeded". `rng_restored` is whether the
+    checkpoint had generators for as many ranks. `copies_differ` are tensors whose copies on several ranks differ,
+    `rounded` those that the job holds less precisely than the files. `as_stored` and `not_rounded` are set by
+    `differences.in_stored_dtypes`.
     """
 
     ckpttool: str
     torch: str
     python: str
+    executable: str
+    packages: dict[str, str]
     gpu: str
     cuda: str | None
     nccl: str
