@@ -362,7 +362,7 @@ def test_the_docstring_of_errors_draws_every_class_with_its_code() -> None:
 #: of ours that answer.
 OWN_JSON = {
     "audit.ledger", "audit.parallel_reading", "converters.dcp.dcp_metadata", "hub.journal", "hub.screening", "huggingface.hub_names", "huggingface.model_names",
-    "engine.workers.part_requests", "engine.workers.part_worker", "formats.values", "resume.ranks.launch", "resume.request", "resume.trace.live_facts", "resume.trace.model",
+    "engine.workers.part_requests", "engine.workers.part_worker", "formats.values", "resume.ranks.interpreter", "resume.ranks.launch", "resume.request", "resume.trace.live_facts", "resume.trace.model",
     "resume.job.watchdog",
     "storage.partial", "storage.shared_tree",
 }  # fmt: skip

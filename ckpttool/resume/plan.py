@@ -3,8 +3,8 @@
     planner = RunPlanner(request, device, mesh, open_scratch)
     planner.plan()         RunPlan(runs, noise), {label: RunSettings}; and planner.recorded, the recorded reference
 
-The reference (`against`) runs first, since the candidate may need its learning rates; then the run that measures the
-noise (`calibrate`), then the candidate.
+The reference (`against`, `against_python`) runs first, since the candidate may need its learning rates; then the run
+that measures the noise (`calibrate`), then the candidate.
 """
 
 from __future__ import annotations
@@ -97,6 +97,7 @@ class RunPlanner:
                 reading=original.reading,
                 mesh=parse_mesh(None, request.against_world_size) if request.against_world_size else self.mesh,
                 config=config if own_config else original.config or config,
+                python=None if request.against_python is None else os.fspath(request.against_python),
                 round_trip=False,
                 loader=request.reference_loader,
             )
@@ -113,14 +114,15 @@ class RunPlanner:
                 "your own."
             )
         # fingerprints in the other side's dtypes, since it may have rounded
-        if request.profile == "relaxed" and "reference" in runs:
+        if request.strictness == "relaxed" and "reference" in runs:
             dtypes = _list_float_dtypes(source.path, source.reading)
             runs["reference"] = replace(runs["reference"], dtypes=dtypes)
             candidate = replace(candidate, dtypes=[] if request.reread else dtypes)
         return RunPlan({**runs, "candidate": candidate}, noise)
 
     def _look_at_checkpoints(self) -> tuple[_Side, _Side | None]:
-        """Return what is known of the checkpoint and of the original that it is compared with, None without one.
+        """Return what is known of the checkpoint and of the original that it is compared with, None without one. For
+        another Python without `against` that is the checkpoint itself.
 
         The `source_layout` of the request is only that of the former.
         """
@@ -130,7 +132,7 @@ class RunPlanner:
             original = drop_unused_hints(request.against, replace(request.reading, source_layout=None))
         source = self._look(request.source, drop_unused_hints(request.source, request.reading))
         if request.against is None or original is None:
-            return source, None
+            return source, None if request.against_python is None else source
         return source, self._look(request.against, original)
 
     def _look(self, path: str | os.PathLike[str], reading: OpenOptions) -> _Side:

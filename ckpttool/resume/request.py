@@ -48,6 +48,12 @@ class VerifyRequest:
     against: str | os.PathLike[str] | None = option(
         None, "The original checkpoint, in any layout: the reference.", "Reference", metavar="PATH"
     )
+    against_python: str | os.PathLike[str] | None = option(
+        None,
+        "Run the reference in this Python, with its torch and packages; without --against, on the checkpoint itself.",
+        "Reference",
+        metavar="PYTHON",
+    )
     reference: str | os.PathLike[str] | None = option(
         None, "What ckpttool.Recorder wrote in the original job (JSONL).", "Reference"
     )
@@ -87,7 +93,11 @@ class VerifyRequest:
         flag="--max-grad-norm/--clip",
         least=0,
     )
-    profile: str = option("strict", "Strictness: strict, standard or relaxed.", "Judgement")
+    profile: str | None = option(
+        None,
+        "Strictness: strict, standard or relaxed. By default strict, with --against-python standard.",
+        "Judgement",
+    )
     calibrate: bool = option(False, "Measure the noise of this job first, with one more run.", "Judgement")
     keep_dropout: bool = option(False, "Leave dropout on; comparable only at the saved world size.", "Job")
     activation_checkpointing: bool = option(False, "Recompute activations in the backward pass.", "Job")
@@ -135,11 +145,18 @@ class VerifyRequest:
     max_load_seconds: float | None = option(None, "Gate: maximum load time.", "Gates", least=0)
     status: Status = say_nothing
 
+    @property
+    def strictness(self) -> str:
+        """The profile: that which was asked for, or else "strict", and "standard" for another Python, whose torch may
+        have other kernels."""
+        return self.profile or ("strict" if self.against_python is None else "standard")
+
 
 class VerifyKeywords(ReadKeywords, total=False):
     """The keywords of `resume_verify`."""
 
     against: str | os.PathLike[str] | None
+    against_python: str | os.PathLike[str] | None
     reference: str | os.PathLike[str] | None
     reference_loader: str
     job: str | None
@@ -156,7 +173,7 @@ class VerifyKeywords(ReadKeywords, total=False):
     dtype: str | None
     device: str
     clip: float | None
-    profile: str
+    profile: str | None
     calibrate: bool
     keep_dropout: bool
     activation_checkpointing: bool
@@ -198,9 +215,10 @@ class RunSettings:
     are the rows of a recorded reference's probe, {"input_ids": rows of token ids}; {} without one. `module_prefix` is
     what the names of the checkpoint begin with and those of the job's model do not. `scratch` is a folder for the save
     of the round trip, that of rank 0 where they differ; None for none. `timeout` is for how many seconds a rank may
-    make no progress. `dtypes` are those in which every tensor gets a fingerprint as well, since the other side may have
-    rounded it. `loader` is "origin" where the checkpoint's own program reads it, as far as it can, and else "ckpttool".
-    `flags` are the options of the command, None where messages name arguments of Python.
+    make no progress. `python` is the program that runs the ranks, None for that of the command. `dtypes` are those in
+    which every tensor gets a fingerprint as well, since the other side may have rounded it. `loader` is "origin" where
+    the checkpoint's own program reads it, as far as it can, and else "ckpttool". `flags` are the options of the
+    command, None where messages name arguments of Python.
     """
 
     source: str
@@ -232,6 +250,7 @@ class RunSettings:
     round_trip: bool = True
     scratch: str | None = None
     timeout: float = 600.0
+    python: str | None = None
     dtypes: list[str] = field(default_factory=list)
     loader: str = "ckpttool"
     flags: list[str] | None = field(default_factory=get_named_flags)

@@ -27,6 +27,7 @@ from .compare.verdict import Cause, Report
 from .job.user_job import check_config_exists, check_job_source
 from .job.watchdog import current_stage, enter_stage
 from .plan import RunPlanner, choose_device, choose_mesh
+from .ranks.interpreter import check_interpreter
 from .ranks.launch import launch_runs
 from .ranks.torchrun import is_lost_peer, is_rank_of_job, joined_job, watched_job
 from .ranks.workspace import temporary_workspace
@@ -64,6 +65,9 @@ def resume_verify(source: str | os.PathLike[str], **keywords: Unpack[VerifyKeywo
     Args:
         source: the checkpoint, in any layout.
         against: the original checkpoint, in its own layout. It runs with the same batches and is the reference.
+        against_python: the program of another Python, with a torch, a transformers and a trainer of its own, which runs
+            the reference. Without `against`, the reference is `source` itself. It needs what ckpttool needs, and not
+            ckpttool.
         reference: the lines that a `Recorder` wrote in the original job. Without this and `against`, only the state and
             the run itself are checked.
         reference_loader: who loads `against` into its job. "origin": the reader of the program that wrote it, as far as
@@ -82,7 +86,8 @@ def resume_verify(source: str | os.PathLike[str], **keywords: Unpack[VerifyKeywo
         sequence, global_batch, micro_batch, dtype, clip: tokens of a row, rows of a step, rows of a forward pass,
             "fp32" or "bf16", bound of gradient clipping. By default those of `reference`, if it records them.
         device: "auto", "cuda" or "cpu".
-        profile: "strict", "standard" or "relaxed": which differences pass.
+        profile: "strict", "standard" or "relaxed": which differences pass. By default "strict", with `against_python`
+            "standard".
         calibrate: measure the noise of this very job by running the reference twice, the second time with other
             micro-batches, and widen bounds accordingly.
         keep_dropout: leave dropout on, and restore the random states of the ranks.
@@ -126,6 +131,9 @@ def verify(request: VerifyRequest) -> Report | None:
     mesh = choose_mesh(request.world_size, request.mesh, as_rank, device, gpus)
     with ExitStack() as stack:
         folder = stack.enter_context(temporary_workspace())
+        if request.against_python is not None:
+            python, job = os.fspath(request.against_python), request.job
+            check_interpreter(python, device, folder, request.timeout, transformers=job is None)
         # ranks on several machines share no folder unless they are given one
         shared = None if as_rank else folder
         planner = RunPlanner(request, device, mesh, partial(_open_scratch, request, stack, shared))
@@ -142,8 +150,10 @@ def check_request(request: VerifyRequest) -> None:
     require_packages("resume-verify", "torch", *(() if request.job else ("transformers",)), "jinja2")
     if request.against is not None and request.reference is not None:
         raise UsageError(f"{argument('against')} and {argument('reference')} are two references; give one.")
-    if request.profile not in PROFILES:
-        raise UsageError(f"{argument('profile', request.profile)}: choose one of {', '.join(PROFILES)}.")
+    if request.against_python is not None:
+        _check_use_of_python(request)
+    if request.strictness not in PROFILES:
+        raise UsageError(f"{argument('profile', request.strictness)}: choose one of {', '.join(PROFILES)}.")
     if request.reference_loader not in ("origin", "ckpttool"):
         raise UsageError(f"{argument('reference_loader', request.reference_loader)}: choose origin or ckpttool.")
     if request.steps < 1:
@@ -157,6 +167,25 @@ def check_request(request: VerifyRequest) -> None:
     elif request.reading.config is not None:  # with a job it may be the folder of a tokenizer alone
         check_config_exists(request.reading.config)
     check_data_exists(request.data)
+
+
+def _check_use_of_python(request: VerifyRequest) -> None:
+    """Refuse `against_python` where no reference would run, or where ranks run already.
+
+    Raises:
+        UsageError: as it says.
+    """
+    if request.reference is not None:
+        raise UsageError(
+            f"{argument('reference')} was recorded in its own Python, so {argument('against_python')} would run "
+            "nothing. Leave one of the two out."
+        )
+    if is_rank_of_job():
+        raise UsageError(
+            f"{argument('against_python')}: torchrun or srun started this job, whose ranks are all of one Python. "
+            "Start ckpttool without them, on one machine; or record the job in the other Python with "
+            f"ckpttool.Recorder, and pass {argument('reference')}."
+        )
 
 
 def _open_scratch(request: VerifyRequest, stack: ExitStack, shared: str | None) -> str | None:
@@ -192,11 +221,11 @@ def run_in_launches(planner: RunPlanner, folder: str) -> Outcome:
         traces["candidate"].notes.append(
             f"{str(e).partition('. ')[0]}: the runs were made without deterministic kernels"
         )
-    judgement = judge_runs(traces, planner.recorded, request.profile)
+    judgement = judge_runs(traces, planner.recorded, request.strictness)
     if plan.noise and judgement.unsure:
         status(MEASURING)
         traces |= launch_runs(plan.noise, _make_folder(folder, "again"), status)
-        judgement = judge_runs(traces, planner.recorded, request.profile)
+        judgement = judge_runs(traces, planner.recorded, request.strictness)
     return Outcome(plan.runs, traces, judgement)
 
 
@@ -264,7 +293,7 @@ def _run_on_this_rank(runs: Mapping[str, RunSettings], folder: str, status: Stat
 def _judge_on_first_rank(planner: RunPlanner, traces: Mapping[str, Trace]) -> Judgement | None:
     """Judge the traces, {label: trace}, on rank 0; return None on others, whose `traces` is empty."""
     enter_stage("judging the run" if traces else "waiting for the verdict of rank 0", computes=bool(traces))
-    return judge_runs(traces, planner.recorded, planner.request.profile) if traces else None
+    return judge_runs(traces, planner.recorded, planner.request.strictness) if traces else None
 
 
 @contextmanager
@@ -322,7 +351,7 @@ def make_report(request: VerifyRequest, recorded: Trace | None, outcome: Outcome
     return Report(
         candidate=got,
         reference=reference,
-        profile=request.profile,
+        profile=request.strictness,
         checks=[*judgement.checks, *gates],
         causes=causes,
         envelope=judgement.envelope,
@@ -346,7 +375,7 @@ def _find_causes(request: VerifyRequest, reference: Trace | None, outcome: Outco
     if does_not_fit(reference, got):
         return [Cause(CauseKind.DOES_NOT_FIT.label, describe_misfit(got), [str(got.failed)])]
     sides = (reference, got)
-    if reference is not None and request.profile == "relaxed":
+    if reference is not None and request.strictness == "relaxed":
         sides = in_stored_dtypes(reference, got)
     if "reference" not in outcome.runs:
         return find_causes(*sides, checks)

@@ -43,7 +43,7 @@ class Forked:
         return status
 
 
-def started(words: list[str], environment: Mapping[str, str], log: str) -> Forked:
+def started(words: list[str], environment: Mapping[str, str], log: str, python: str) -> Forked:
     """In place of `ranks.started`."""
     child = os.fork()
     if child:

@@ -70,6 +70,8 @@ def _same_job(reference: Trace | None, got: Trace) -> Iterator[str]:
             else "both runs have the same"
         )
         yield f"faults of {what}: {recipe}"
+        if got.source and reference.source == got.source:
+            yield "faults of the checkpoint itself: both runs loaded it"
         yield from _same_loader(reference)
 
 

@@ -26,6 +26,7 @@ from ...printable import count_noun
 from ..job.watchdog import Beat, Watch, beat_from_json, read_later_stage
 from ..request import RunSettings, Status, write_settings
 from ..trace.model import Trace, read_trace
+from .interpreter import make_environment, naming_interpreter
 
 __all__ = ["launch_runs", "pass_on_status", "raise_rank_error", "run_ranks", "start_rank"]
 
@@ -36,7 +37,7 @@ _PATIENCE = 20.0  # seconds for killed processes to end
 def launch_runs(plan: Mapping[str, RunSettings], folder: str, status: Status) -> dict[str, Trace]:
     """Make runs on ranks of this machine, one after the other, and return {label: trace}.
 
-    Consecutive runs with the same world size share a launch, the processes of all ranks.
+    Consecutive runs with the same world size and Python share a launch, the processes of all ranks.
 
     Args:
         plan: {label: settings of a run}.
@@ -51,28 +52,30 @@ def launch_runs(plan: Mapping[str, RunSettings], folder: str, status: Status) ->
     waiting = list(plan.items())
     number = 0
     while waiting:
-        world = waiting[0][1].world_size
+        world, python = waiting[0][1].world_size, waiting[0][1].python
         together = []
-        while waiting and waiting[0][1].world_size == world:
+        while waiting and (waiting[0][1].world_size, waiting[0][1].python) == (world, python):
             together.append(waiting.pop(0))
         inner = os.path.join(folder, f"launch-{number}")
         number += 1
         os.mkdir(inner)
         write_settings(os.path.join(inner, "runs.json"), [s for _, s in together])
-        status(f"starting {count_noun(world, 'rank')}: {', '.join(label for label, _ in together)}")
-        run_ranks(inner, world, together[0][1], status)
-        for i, (label, _) in enumerate(together):
-            trace = os.path.join(inner, f"trace-{i}.json")
-            if not os.path.exists(trace):
-                where = _read_beats(inner).get(0, Beat(0)).what
-                raise _attach_log(
-                    CkpttoolError(
-                        f"rank 0 ended with status 0 in {where!r}, before the end of the run: the job must not end its "
-                        "process."
-                    ),
-                    inner,
-                )
-            out[label] = read_trace(trace)
+        labels = ", ".join(label for label, _ in together)
+        status(f"starting {count_noun(world, 'rank')}: {labels}" + ("" if python is None else f" ({python})"))
+        with naming_interpreter(python):
+            run_ranks(inner, world, together[0][1], status)
+            for i, (label, _) in enumerate(together):
+                trace = os.path.join(inner, f"trace-{i}.json")
+                if not os.path.exists(trace):
+                    where = _read_beats(inner).get(0, Beat(0)).what
+                    raise _attach_log(
+                        CkpttoolError(
+                            f"rank 0 ended with status 0 in {where!r}, before the end of the run: the job must not end "
+                            "its process."
+                        ),
+                        inner,
+                    )
+                out[label] = read_trace(trace)
     return out
 
 
@@ -110,8 +113,8 @@ def run_ranks(folder: str, world: int, settings: RunSettings, status: Status) ->
         raise_rank_error(folder, ranks.statuses)
 
 
-def start_rank(words: list[str], environment: Mapping[str, str], log: str) -> subprocess.Popen[bytes]:
-    """Start a process `python -P WORDS`, whose modules never come from the current folder.
+def start_rank(words: list[str], environment: Mapping[str, str], log: str, python: str) -> subprocess.Popen[bytes]:
+    """Start a process `PYTHON -P WORDS`, whose modules never come from the current folder.
 
     It is in a session of its own, so that a Ctrl-C of the terminal reaches only the command that starts it.
 
@@ -119,10 +122,11 @@ def start_rank(words: list[str], environment: Mapping[str, str], log: str) -> su
         words: the arguments of Python.
         environment: all of its environment variables.
         log: the file that its output is appended to.
+        python: the program.
     """
     with open(log, "ab") as f:
         return subprocess.Popen(
-            [sys.executable, "-P", *words],
+            [python, "-P", *words],
             stdin=subprocess.DEVNULL,
             stdout=f,
             stderr=f,
@@ -146,14 +150,15 @@ class _Ranks:
         common = {
             "OMP_NUM_THREADS": str(threads),
             "TOKENIZERS_PARALLELISM": "false",
-            **os.environ,
+            **(os.environ if settings.python is None else make_environment(self.folder)),
             "WORLD_SIZE": str(world),
             "LOCAL_WORLD_SIZE": str(world),
         }
         words = ["-m", "ckpttool.resume.ranks.worker", self.folder, str(os.getpid())]
         for rank in range(world):
             environment = {**common, "RANK": str(rank), "LOCAL_RANK": str(rank)}
-            self.children[rank] = start_rank(words, environment, os.path.join(self.folder, "log"))
+            log, python = os.path.join(self.folder, "log"), settings.python or sys.executable
+            self.children[rank] = start_rank(words, environment, log, python)
 
     def have_ended(self) -> bool:
         """Tell whether all ranks have ended, or one failed 3 seconds ago, in which the others could say why."""
