@@ -83,7 +83,7 @@ class RunPlanner:
         # the same batches for both, even if the candidate has lost its step
         start = source.step if original is None else original.step
         if request.reference is not None:
-            self.recorded = read_reference(request.reference, start)
+            self.recorded = read_reference(request.reference, start, request.steps)
             if request.start_step is None:
                 start = _choose_start(self.recorded, start, request.reference)
         own_config = request.reading.config is not None or request.job is not None
@@ -185,6 +185,7 @@ class RunPlanner:
             else request.deterministic,
             reread=request.reread,
             round_trip=request.round_trip,
+            updates=request.updates,
             scratch=self.open_scratch(),
             timeout=request.timeout,
         )

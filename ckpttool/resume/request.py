@@ -126,6 +126,12 @@ class VerifyRequest:
     round_trip: bool = option(
         True, "Save after the first step, load that, and continue.", "Judgement", flag="--round-trip/--no-round-trip"
     )
+    updates: bool = option(
+        True,
+        "Measure the update of every tensor, for which a step keeps a copy of the parameters.",
+        "Judgement",
+        flag="--updates/--no-updates",
+    )
     scratch: str | os.PathLike[str] | None = option(
         None, "Folder that all ranks share, for the save of --round-trip.", "Judgement", metavar="DIR"
     )
@@ -183,6 +189,7 @@ class VerifyKeywords(ReadKeywords, total=False):
     deterministic: bool | None
     reread: bool
     round_trip: bool
+    updates: bool
     scratch: str | os.PathLike[str] | None
     timeout: float
     min_mfu: float | None
@@ -248,6 +255,7 @@ class RunSettings:
     deterministic: bool = True
     reread: bool = True
     round_trip: bool = True
+    updates: bool = True
     scratch: str | None = None
     timeout: float = 600.0
     python: str | None = None

@@ -98,6 +98,7 @@ def resume_verify(source: str | os.PathLike[str], **keywords: Unpack[VerifyKeywo
             where torch has such kernels for all that the model needs.
         reread: read the files a second time and compare them with what the job holds.
         round_trip: save after the first step, load again and compare.
+        updates: measure the update of every tensor, for which each step keeps a copy of this rank's parameters.
         scratch: a folder that all ranks share, for that save; a temporary one if all ranks are on this machine.
         timeout: seconds without any progress of a rank, after which the job ends, with the name of the silent rank and
             its stack. A rank makes progress when it begins a stage or a micro-batch, or reads or writes 1 MiB.

@@ -156,6 +156,31 @@ def unshifted() -> dict[str, Any]:
     return {**build(), "loss": loss}
 
 
+def one_gradient() -> dict[str, Any]:
+    """The gradient of one weight is 3e-5 too large, after it was reduced over ranks."""
+    calls = [0]
+
+    def loss(model: Any, batch: Any) -> tuple[Any, Any, Any]:
+        if not calls[0]:
+            passes = GLOBAL // MICRO // dist.get_world_size()
+
+            def hook(p: Any) -> None:
+                calls[0] += 1
+                if (calls[0] - 1) % passes == 0:  # in the last pass of a step
+                    p.grad.to_local().mul_(1 + 3e-5)
+
+            calls[0] = 1
+            model.model.layers[1].self_attn.q_proj.weight.register_post_accumulate_grad_hook(hook)
+        ids = batch["input_ids"]
+        logits = model(input_ids=ids, use_cache=False).logits
+        each = torch.nn.functional.cross_entropy(
+            logits[:, :-1].float().flatten(0, 1), ids[:, 1:].flatten(), reduction="sum"
+        )
+        return each, ids[:, 1:].numel(), logits
+
+    return {**build(), "loss": loss}
+
+
 def frozen() -> dict[str, Any]:
     """One weight does not train."""
     out = build()

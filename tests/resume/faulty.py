@@ -141,6 +141,16 @@ def first_layer(fqn: str) -> bool:
 
 
 DIGESTS, SCALARS, GROUPS = "state.digests", "state.scalars", "config.groups"
+
+
+def rotate(t: Any) -> Any:
+    """Turned by 1e-4 towards a tensor at a right angle to it; its norm stays."""
+    aside = torch.randn(t.shape, generator=torch.Generator().manual_seed(9))
+    aside -= t * ((aside * t).sum() / (t * t).sum())
+    turned = t + aside * (1e-4 * t.norm() / aside.norm())
+    return turned * (t.norm() / turned.norm())
+
+
 PROBE, UPDATE, WORST = "probe.logits", "step1.update_norm", "step1.worst_update"
 
 FAULTS: dict[str, Fault] = {
@@ -192,6 +202,8 @@ FAULTS: dict[str, Fault] = {
     "q and k exchanged, moments": Fault(DIGESTS, "exchanged", UPDATE, (moment(Q, "exp_avg"),), exchange(["optim"], [(Q, K)])),
     "layers 1 and 2 exchanged, moments": Fault(DIGESTS, "layers-exchanged", UPDATE, (), layers_exchanged("optim")),
     "moments rounded to bf16": Fault(DIGESTS, "rounded-bfloat16", UPDATE, (), in_turn(*(every_slot(s, rounded(torch.bfloat16)) for s in BOTH))),
+    "gradient of one weight 3e-5 too large": Fault("step1.worst_grad", "gradients", "step1.worst_grad", (Q,), job="one_gradient"),
+    "exp_avg rotated by 1e-4 at the same norm": Fault(DIGESTS, "close", "step1.update_direction", (moment(Q, "exp_avg"),), slot(Q, "exp_avg", rotate)),
     "an exponent bit of exp_avg_sq": Fault(DIGESTS, "elements", WORST, (moment(Q, "exp_avg_sq"),), slot(Q, "exp_avg_sq", flip(27, (30, 5))), 2),
     "a NaN in exp_avg": Fault(DIGESTS, "elements", UPDATE, (moment(Q, "exp_avg"),), slot(Q, "exp_avg", nan), 1),
     "exp_avg one element on": Fault(DIGESTS, "shifted", UPDATE, (moment(UP, "exp_avg"),), slot(UP, "exp_avg", shift)),
@@ -238,5 +250,6 @@ IN_BF16: dict[str, str | None] = {
     "an exponent bit of a weight": PROBE, "the last bit of a weight": None, "optimizer's step off by one": UPDATE,
     "shards of exp_avg exchanged": UPDATE, "moments rounded to bf16": UPDATE, "an exponent bit of exp_avg_sq": WORST,
     "weight decay 0.01": UPDATE, "eps 1e-6": UPDATE, "eps of the norms": PROBE, "gradients summed": "step1.grad_norm",
-    "stale optimizer of a layer": UPDATE,
+    "stale optimizer of a layer": UPDATE, "exp_avg rotated by 1e-4 at the same norm": "step1.update_direction",
+    "gradient of one weight 3e-5 too large": "step1.worst_grad",
 }  # fmt: skip

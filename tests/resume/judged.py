@@ -144,7 +144,7 @@ def bare(trace: Trace) -> Trace:
     """What numbers of a run alone tell: the state that the job holds and its configuration are left out."""
     return replace(
         trace, state={}, others={}, stored={}, scalars={}, values={}, held={}, groups=[], config=None, tied=[], parameters=None,
-        clip=None, environment={k: v for k, v in trace.environment.items() if k == "deterministic"},
+        clip=None, after={}, schedule={}, environment={k: v for k, v in trace.environment.items() if k == "deterministic"},
     )  # fmt: skip
 
 

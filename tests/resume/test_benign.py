@@ -304,7 +304,11 @@ def test_nothing_is_said_of_a_run_in_which_nothing_is_wrong(
         if reference is recording and run.build == "noisy":
             continue  # which was recorded without noise
         checks = judge(reference, got, profile).checks
-        assert [f"{c.name}: {c.text}" for c in checks if c.verdict == "fail"] == []
+        failed = {c.name: c.text for c in checks if c.verdict == "fail"}
+        if run.build == "regrouped":
+            # a scheduler has the rates of its groups in the order of the save; at the turn of the cosine they are used
+            assert "from step 42 on" in failed.pop("after.schedule")
+        assert failed == {}
         judged = {c.name for c in checks if c.verdict == "pass"}
         assert {"state.loaded", "state.digests", "step1.loss", "step1.worst_update", "steps.loss"} <= judged
 
@@ -372,7 +376,13 @@ def test_the_largest_deviations(done: Runs, zoo_original: Zoo, herd: Herd) -> No
         for reference in (recording_of(run, zoo_original, herd), done.traces[reference_of(run)]):
             of = choose_column("standard" if run.standard else "strict", reference, done.traces[name])
             for check in judge(reference, done.traces[name])[0]:
-                if check.number is not None and check.name.partition(".")[2] in (*SIGNALS, "logits"):
+                if check.number is not None and check.name.partition(".")[2] in (
+                    *SIGNALS,
+                    "logits",
+                    "weights",
+                    "optimizer",
+                    "buffers",
+                ):
                     most[of][check.name] = max(most[of][check.name], check.number)
     print(f"\n{len(CHOSEN)} runs")
     for of, found in sorted(most.items()):

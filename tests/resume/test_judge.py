@@ -31,6 +31,8 @@ from ckpttool.resume.compare.judge import ORDER, judge, judge_runs, measure_nois
 from ckpttool.resume.compare.verdict import Check, Report
 from ckpttool.resume.text import describe_changes
 from ckpttool.resume.trace.model import Step, Trace, trace_to_json
+from ckpttool.resume.trace.sketches import WIDE, encode_sketches
+from ckpttool.resume.trace.state_after import walk_schedule
 
 LAYERS = 4
 HIDDEN = 64
@@ -56,6 +58,12 @@ def shape_of(fqn: str) -> tuple[int, ...]:
     return (HIDDEN,) if "norm" in fqn else (256, HIDDEN) if "embed" in fqn or "lm_head" in fqn else (HIDDEN, HIDDEN)
 
 
+def unit(text: object) -> list[float]:
+    """What a sketch of a tensor is over its norm."""
+    drawn = np.random.default_rng(zlib.crc32(repr(text).encode())).normal(size=WIDE)
+    return list(drawn / np.linalg.norm(drawn) * WIDE**0.5)
+
+
 def rate(step: int) -> float:
     return 3e-3 * (0.5 + 0.5 * math.cos(step / 400))
 
@@ -78,7 +86,7 @@ def job(start: int = 300, steps: int = 10, *, first: int | None = None, **fields
     ]
     out = Trace(
         source="somewhere", layout="dcp", start=start, world_size=4, device="cpu", dtype="fp32", seed=0,
-        data="tokens.npy", global_batch=24, micro_batch=6, sequence=48, clip=1.0,
+        data="tokens.npy", scheduler="LambdaLR", global_batch=24, micro_batch=6, sequence=48, clip=1.0,
         parameters=sum(math.prod(shape_of(n)) for n in FQNS),
         state=state, stored={n: h for n, (_, _, h) in state.items()}, scalars=scalars, groups=groups,
         held={"scheduler.last_epoch": start}, loaders={"scheduler": "ckpttool"},
@@ -104,11 +112,32 @@ def job(start: int = 300, steps: int = 10, *, first: int | None = None, **fields
         updates = {n: rate(step) * math.prod(shape_of(n)) ** 0.5 for n in FQNS}
         out.steps.append(Step(
             step, loss, norm(grads), norm(updates), [rate(step), rate(step)], mark(("batch", step)), 24 * 48, 0.5,
-            [loss] * 4, grads, updates,
+            [loss] * 4, grads, updates, [], encode_sketches([unit(("grad", step, n)) for n in grads]),
+            encode_sketches([unit(("update", step, n)) for n in updates]),
         ))  # fmt: skip
+    last = start + steps
+    out.after = {
+        "step": last, "buffers": ["model.seen"], "apart": [], "loaded": {"model.seen": encode_sketches([unit("old")], "f8")},
+        "sketches": {n: ("float32", encode_sketches([unit((n, last))], "f8")) for n in (*state, "model.seen")},
+        "scalars": {n: float(last) for n in scalars}, "groups": groups,
+    }  # fmt: skip
+    ahead = Follower(groups)
+    out.schedule = walk_schedule(ahead, ahead.groups, last)
     for key, value in fields.items():
         setattr(out, key, value)
     return out
+
+
+class Follower:
+    """A scheduler of the rates of the job."""
+
+    def __init__(self, groups: list[dict[str, Any]]) -> None:
+        self.groups, self.at = [dict(g) for g in groups], 300
+
+    def step(self) -> None:
+        self.at += 1
+        for g in self.groups:
+            g["lr"] = rate(self.at)
 
 
 def norm(every: dict[str, float]) -> float:
@@ -181,11 +210,22 @@ def test_whatever_is_known_a_trace_against_itself_never_fails(seed: int, profile
         "data",
         "dtype",
         "clip",
+        "after",
+        "schedule",
     ):
         if chance.random() < 0.3:
             setattr(a, key, getattr(Trace(), key))
     for s in a.steps:
-        for key in ("grad_norm", "update_norm", "learning_rates", "batch", "losses", "grads", "updates"):
+        for key in (
+            "grad_norm",
+            "update_norm",
+            "learning_rates",
+            "batch",
+            "losses",
+            "grads",
+            "updates",
+            "update_sketches",
+        ):
             if chance.random() < 0.3:
                 setattr(s, key, getattr(Step(0, 0.0), key))
     checks = judge(a, copy.deepcopy(a), profile).checks
@@ -420,8 +460,8 @@ FAULTS: dict[str, tuple[Callable[[Trace], Trace], set[str]]] = {
     ),
     "one shard of moments": (one_moment_shard, {"state.digests", "steps.loss"} | UPDATES),
     "moments rounded": (moments_rounded, {"state.digests"} | UPDATES),
-    "betas": (betas, {"config.groups", "steps.loss"} | UPDATES),
-    "decay on norms": (decay_on_norms, {"config.groups", "steps.loss"} | UPDATES),
+    "betas": (betas, {"config.groups", "after.groups", "steps.loss"} | UPDATES),
+    "decay on norms": (decay_on_norms, {"config.groups", "after.groups", "steps.loss"} | UPDATES),
     "gradients summed": (summed, STEP1 | LATER),
     "another batch": (other_batch, {"step1.batch", "steps.batch"} | NUMBERS),
     "half a batch": (half_batch, {"step1.batch", "steps.batch"}),
@@ -445,7 +485,15 @@ def reference_of(family: str) -> Trace:
 @pytest.mark.parametrize("family", FAULTS)
 def test_every_family_of_faults_fails_the_checks_that_see_it_and_no_others(family: str) -> None:
     change, expected = FAULTS[family]
-    assert failing(reference_of(family), change(reference_of(family))) == expected
+    found = failing(reference_of(family), change(reference_of(family)))
+    directions = {n for n in found if n.endswith("_direction")}
+    assert found - directions == expected
+    # the difference of two tensors is at least that of their norms
+    norms = {stage.replace("_direction", "") for stage in directions}
+    assert norms <= {n.replace("worst_", "") for n in expected}
+    assert {n for n in norms if n.startswith("step1")} == {
+        n.replace("worst_", "") for n in expected if n.startswith("step1.worst")
+    }
 
 
 @pytest.mark.parametrize(

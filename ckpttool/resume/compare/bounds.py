@@ -30,6 +30,7 @@ from ...errors import UsageError, argument
 from ..trace.model import Trace
 
 __all__ = [
+    "AFTER",
     "CHAOTIC",
     "COLUMNS",
     "NOISE_FLOOR",
@@ -45,7 +46,18 @@ __all__ = [
 ]
 
 #: The signals, as in names of checks, in the order in which they are judged.
-SIGNALS = ("loss", "grad_norm", "worst_grad", "update_norm", "worst_update")
+SIGNALS = (
+    "loss",
+    "grad_norm",
+    "worst_grad",
+    "grad_direction",
+    "update_norm",
+    "worst_update",
+    "update_direction",
+)
+
+#: Checks of floating tensors after the last step, and the rows of their bounds.
+AFTER = {"after.weights": "weights", "after.optimizer": "moments", "after.buffers": "buffers"}
 
 #: {column: {signal: (step 1, later)}}; the probe is before any step.
 COLUMNS: dict[str, dict[str, tuple[float, float]]] = {
@@ -56,6 +68,11 @@ COLUMNS: dict[str, dict[str, tuple[float, float]]] = {
         "update_norm": (1e-6, 1e-5),
         "worst_grad": (2e-6, 1e-5),
         "worst_update": (1e-5, 5e-5),
+        "grad_direction": (1e-5, 5e-5),
+        "update_direction": (6e-5, 1e-3),
+        "weights": (5e-4, 5e-4),
+        "moments": (1e-5, 1e-5),
+        "buffers": (1e-5, 1e-5),
     },
     "fp32, other kernels": {
         "probe": (5e-5, 5e-5),
@@ -64,6 +81,11 @@ COLUMNS: dict[str, dict[str, tuple[float, float]]] = {
         "update_norm": (1e-5, 1e-4),
         "worst_grad": (2e-5, 1e-4),
         "worst_update": (1e-4, 5e-4),
+        "grad_direction": (1e-4, 5e-4),
+        "update_direction": (6e-4, 1e-2),
+        "weights": (5e-3, 5e-3),
+        "moments": (1e-4, 1e-4),
+        "buffers": (1e-4, 1e-4),
     },
     "bf16, micro-batch held": {
         "probe": (1e-6, 1e-6),
@@ -72,6 +94,11 @@ COLUMNS: dict[str, dict[str, tuple[float, float]]] = {
         "update_norm": (1e-6, 1e-5),
         "worst_grad": (2e-6, 1e-5),
         "worst_update": (1e-5, 5e-5),
+        "grad_direction": (2e-6, 1e-5),
+        "update_direction": (1e-5, 5e-5),
+        "weights": (5e-5, 5e-5),
+        "moments": (1e-5, 1e-5),
+        "buffers": (1e-5, 1e-5),
     },
     "bf16": {
         "probe": (1e-6, 1e-6),
@@ -80,6 +107,11 @@ COLUMNS: dict[str, dict[str, tuple[float, float]]] = {
         "update_norm": (4e-4, 2e-3),
         "worst_grad": (2e-2, 5e-2),
         "worst_update": (1e-2, 1e-1),
+        "grad_direction": (7e-2, 7e-1),
+        "update_direction": (2e-2, 9e-1),
+        "weights": (6e-1, 6e-1),
+        "moments": (3e-1, 3e-1),
+        "buffers": (3e-1, 3e-1),
     },
     "bf16, other kernels": {
         "probe": (2e-2, 2e-2),
@@ -88,6 +120,11 @@ COLUMNS: dict[str, dict[str, tuple[float, float]]] = {
         "update_norm": (4e-4, 2e-3),
         "worst_grad": (2e-2, 5e-2),
         "worst_update": (1e-2, 1e-1),
+        "grad_direction": (7e-2, 7e-1),
+        "update_direction": (2e-2, 9e-1),
+        "weights": (6e-1, 6e-1),
+        "moments": (3e-1, 3e-1),
+        "buffers": (3e-1, 3e-1),
     },
     "bf16 parameters": {
         "probe": (1e-6, 1e-6),
@@ -96,6 +133,11 @@ COLUMNS: dict[str, dict[str, tuple[float, float]]] = {
         "update_norm": (2e-3, 5e-3),
         "worst_grad": (5e-2, 2.5e-1),
         "worst_update": (5e-2, 1.5e-1),
+        "grad_direction": (6e-2, 6e-1),
+        "update_direction": (2e-1, 5e-1),
+        "weights": (1e-1, 1e-1),
+        "moments": (2.5e-1, 2.5e-1),
+        "buffers": (2.5e-1, 2.5e-1),
     },
     "bf16 parameters, other kernels": {
         "probe": (2e-2, 2e-2),
@@ -104,6 +146,11 @@ COLUMNS: dict[str, dict[str, tuple[float, float]]] = {
         "update_norm": (2e-3, 5e-3),
         "worst_grad": (5e-2, 2.5e-1),
         "worst_update": (5e-2, 1.5e-1),
+        "grad_direction": (7e-2, 7e-1),
+        "update_direction": (2e-1, 9e-1),
+        "weights": (6e-1, 6e-1),
+        "moments": (3e-1, 3e-1),
+        "buffers": (3e-1, 3e-1),
     },
     # NeMo AutoModel's relaxed profile (tests/functional_tests/checkpoint_robustness, resume_trajectory.py): 7.5e-3
     # relative and 1e-4 absolute in step 1, 7.5e-3 and 1e-2 after it, of the loss. The others were measured with
@@ -116,6 +163,11 @@ COLUMNS: dict[str, dict[str, tuple[float, float]]] = {
         "update_norm": (1e-2, 5e-2),
         "worst_grad": (2.5e-1, 2.5e-1),
         "worst_update": (4e-1, 8e-1),
+        "grad_direction": (6e-1, 9e-1),
+        "update_direction": (9e-1, 1.5),
+        "weights": (1.0, 1.0),
+        "moments": (6e-1, 6e-1),
+        "buffers": (6e-1, 6e-1),
     },
 }
 
@@ -128,6 +180,8 @@ _MUON: dict[str, tuple[float, float]] = {
     "update_norm": (1e-2, 1e-2),
     "worst_grad": (0, 1.5e-3),
     "worst_update": (4e-2, 4e-2),
+    "grad_direction": (0, 1e-2),
+    "update_direction": (2e-1, 2e-1),
 }
 
 #: Absolute parts of bounds, of the loss under the relaxed profile: (step 1, later).
@@ -265,6 +319,8 @@ def choose_bounds(
         for k, stage in enumerate(("step1", "steps")):
             absolute = _ABSOLUTE[k] if chosen == "relaxed" and signal == "loss" else 0.0
             out[f"{stage}.{signal}"] = Bound(table[signal][k], "measured", absolute)
+    for name, key in AFTER.items():
+        out[name] = Bound(table[key][1])
     if chosen in ("relaxed", "fp32, other kernels", "bf16 parameters, other kernels"):
         out = {n: b._replace(source="given") for n, b in out.items()}
     if chosen != "relaxed" and _uses_muon(got) and reference.world_size != got.world_size:

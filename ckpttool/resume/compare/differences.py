@@ -9,11 +9,15 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from typing import Any, TypeVar
 
 from ..text import fqn_of, is_step
 from ..trace.model import Step, Trace
 from ..trace.records import EnvironmentRecord
+from ..trace.sketches import decode_sketches, sketch_distance
 from .bounds import QUANTA
+
+T = TypeVar("T")
 
 __all__ = [
     "MISSING",
@@ -22,6 +26,7 @@ __all__ = [
     "config_differences",
     "differing_tensors",
     "first_common_step",
+    "group_pairs",
     "ignored_config_keys",
     "ignored_options",
     "in_stored_dtypes",
@@ -431,10 +436,19 @@ def first_common_step(reference: Trace, got: Trace) -> tuple[Step, Step] | None:
 
 
 def tensor_deviations(
-    reference: Trace, got: Trace, expected: Step, found: Step, updates: bool, floor: float
+    reference: Trace,
+    got: Trace,
+    expected: Step,
+    found: Step,
+    updates: bool,
+    floor: float,
+    direction: bool = False,
 ) -> tuple[dict[str, tuple[float, float, float]], int]:
     """Measure how gradients or updates of single tensors deviate in a step: ({FQN: (deviation, expected norm, found
     norm)}, number left out).
+
+    It is their norms that are compared; or with `direction` the tensors themselves, by the norm of their difference,
+    which is estimated from sketches. Tensors that one side has no sketch of are left out then.
 
     Deviations are relative to the tensor's norm in the reference, or to `floor` times the norm of all, if that is
     larger; of updates to some quanta of the parameter (`bounds.QUANTA`), if that is. Gradients below that on both sides
@@ -445,6 +459,7 @@ def tensor_deviations(
         expected, found: the step of the reference, and that of `got`.
         updates: compare updates; if False, gradients.
         floor: part of the whole norm below which a gradient is noise.
+        direction: compare directions as well as norms.
     """
     theirs, ours = (expected.updates, found.updates) if updates else (expected.grads, found.grads)
     whole = math.sqrt(sum(v * v for v in theirs.values() if math.isfinite(v)))
@@ -452,64 +467,86 @@ def tensor_deviations(
     grads = math.sqrt(sum(v * v for v in expected.grads.values() if math.isfinite(v)))
     same = tied_groups(reference) & tied_groups(got)
     tied = [sorted(g) for g in same]
+    units = [_unit_sketches(step, updates) if direction else {} for step in (expected, found)]
     out: dict[str, tuple[float, float, float]] = {}
     left_out = 0
     for n in [*theirs, *(n for n in ours if n not in theirs)]:
-        a = _norm_of(n, theirs, tied)
-        b = _norm_of(n, ours, tied)
+        a = _value_of(n, theirs, tied)
+        b = _value_of(n, ours, tied)
         if a is None and b is None:
             continue
         x, y = a or 0.0, b or 0.0
         if n not in theirs and a is not None:
             continue  # met under its other name
+        u, v = (_value_of(n, of, tied) for of in units)
+        if direction and (u is None or v is None):
+            continue
+        apart = abs(y - x) if u is None or v is None else max(abs(y - x), sketch_distance(x * u, y * v))
         gradients = (expected.grads.get(n), found.grads.get(n)) if updates else (x, y)
-        if x != y and all(g is not None and g < floor * grads for g in gradients) and any(gradients):
+        if apart and all(g is not None and g < floor * grads for g in gradients) and any(gradients):
             left_out += 1
             continue
-        if x == y:
+        if x == y and not apart > 0:
             out[n] = (0.0, x, y)
         elif math.isnan(x) or math.isnan(y):
             out[n] = (math.nan, x, y)
         else:
             quanta = max(reference.quanta.get(n, 0.0), got.quanta.get(n, 0.0)) if updates else 0.0
             scale = max(x, least, QUANTA * quanta)
-            out[n] = (abs(y - x) / scale if scale and math.isfinite(x) else math.inf, x, y)
+            out[n] = (apart / scale if scale and math.isfinite(x) else math.inf, x, y)
     return out, left_out
 
 
-def _norm_of(name: str, norms: Mapping[str, float], tied: Sequence[Sequence[str]]) -> float | None:
-    """Return the norm of a tensor, which may be under any of its tied names; None if there is none.
+def _unit_sketches(step: Step, updates: bool) -> dict[str, Any]:
+    """Return {FQN: sketch of its gradient or update, over its norm} of a step; {} if it has none."""
+    names, text = (step.updates, step.update_sketches) if updates else (step.grads, step.grad_sketches)
+    rows = decode_sketches(text, len(names))
+    return {} if rows is None else dict(zip(names, rows, strict=True))
 
-    Args:
-        norms: {FQN: norm}.
-        tied: the FQNs of each parameter that has several.
+
+def _value_of(name: str, values: Mapping[str, T], tied: Sequence[Sequence[str]]) -> T | None:
+    """Return the value of a tensor in {FQN: value}, under any of its tied names; None if there is none.
+
+    `tied` has the FQNs of each parameter that has several.
     """
-    if name in norms:
-        return norms[name]
-    return next((norms[a] for a in _names_if_tied(name, tied) if a in norms), None)
+    return next((values[a] for a in (name, *_names_if_tied(name, tied)) if a in values), None)
 
 
 def rates_by_group(reference: Trace, got: Trace, a: Step, b: Step) -> list[tuple[str, float, float]]:
     """Pair the learning rates of a step by param group: [(name of the group for people, expected, found)].
 
-    Groups are matched by their parameters if both sides list them, since their order may differ; else by position.
-    Lists of different lengths are compared as sets of values: a missing value is NaN. `a` is the step of the reference,
-    `b` that of `got`.
+    Groups are matched as `group_pairs` does. Lists of different lengths are compared as sets of values: a missing value
+    is NaN. `a` is the step of the reference, `b` that of `got`.
     """
     x, y = a.learning_rates or [], b.learning_rates or []
-    sides = []
-    for trace, rates in ((reference, x), (got, y)):
-        fqns = [[str(p) for p in g.get("params") or []] for g in trace.groups]
-        sides.append({n: rates[i] for i, g in enumerate(fqns) for n in g} if len(fqns) == len(rates) else {})
-    common = [n for n in sides[0] if n in sides[1]]
-    if common:
-        return [(f"group of {n}", sides[0][n], sides[1][n]) for n in common]
-    if len(x) == len(y):
-        return [(f"group {i}", u, v) for i, (u, v) in enumerate(zip(x, y, strict=True))]
+    if pairs := group_pairs(reference, got, len(x), len(y)):
+        return [(label, x[i], y[j]) for label, i, j in pairs]
     u, v = sorted(set(x)), sorted(set(y))
     if u == v:
         return [("all groups", u[0], v[0])]
     return [(f"{len(y)} groups instead of {len(x)}", u[-1], v[-1] if v[-1] != u[-1] else math.nan)]
+
+
+def group_pairs(reference: Trace, got: Trace, theirs: int, ours: int) -> list[tuple[str, int, int]]:
+    """Pair param groups: [(name of the group for people, its number in the reference, its number in `got`)].
+
+    They are matched by their parameters if both sides list them, since their order may differ; else by position, if
+    there are as many; else there are no pairs.
+
+    Args:
+        theirs, ours: how many there are on each side.
+    """
+    sides = []
+    for trace, count in ((reference, theirs), (got, ours)):
+        fqns = [[str(p) for p in g.get("params") or []] for g in trace.groups]
+        sides.append({n: i for i, g in enumerate(fqns) for n in g} if len(fqns) == count else {})
+    pairs: dict[tuple[int, int], str] = {}
+    for n, i in sides[0].items():
+        if n in sides[1]:
+            pairs.setdefault((i, sides[1][n]), f"group of {n}")
+    if not pairs and theirs == ours:
+        return [(f"group {i}", i, i) for i in range(theirs)]
+    return [(label, i, j) for (i, j), label in pairs.items()]
 
 
 def non_finite_values(step: Step) -> Iterator[tuple[str, float]]:

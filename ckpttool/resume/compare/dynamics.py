@@ -17,6 +17,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import chain
 
+from ...errors import argument
 from ...printable import count_noun
 from ..trace.batches import split_marks
 from ..trace.model import Step, Trace
@@ -32,14 +33,25 @@ _WORDS = {
     "loss": "the loss",
     "grad_norm": "the grad norm",
     "worst_grad": "the gradient of a tensor",
+    "grad_direction": "the direction of a tensor's gradient",
     "update_norm": "the norm of the update",
     "worst_update": "the update of a tensor",
+    "update_direction": "the direction of a tensor's update",
     "batch": "the batch",
     "learning_rates": "the learning rates",
+}
+#: Signals of single tensors, and the field of a step that they need.
+_OF_TENSORS = {
+    "worst_grad": "grads",
+    "worst_update": "updates",
+    "grad_direction": "grad_sketches",
+    "update_direction": "update_sketches",
 }
 _HINTS = {
     "grad_norm": "pass grad_norm to Recorder.step, or give Recorder the model and the optimizer",
     "worst_grad": "give Recorder the model and the optimizer, with norms=True",
+    "grad_direction": "this version's Recorder records it, with norms=True",
+    "update_direction": "this version's Recorder records it, with norms=True",
     "update_norm": "give Recorder the model and the optimizer, with norms=True",
     "worst_update": "give Recorder the model and the optimizer, with norms=True",
     "batch": "pass batch to Recorder.step",
@@ -155,7 +167,7 @@ class StepComparison:
             return "only one step is on both sides" if len(self.pairs) == 1 else "no later step is on both sides"
         return None
 
-    def _numbers_obstacle(self, stage: str) -> str | None:
+    def numbers_obstacle(self, stage: str) -> str | None:
         """Return a text that says why the numbers of a stage ("step1" or "steps") cannot be compared; None if they
         can."""
         if why := self._no_common_step(stage) or job_obstacle(self.reference, self.got):
@@ -165,6 +177,15 @@ class StepComparison:
             return f"the global batch is {b.global_batch}, that of the reference {a.global_batch}"
         return _data_obstacle(a, b) or _randomness_obstacle(a, b)
 
+    def noise_tensors(self) -> set[str]:
+        """Return the FQNs of tensors whose gradient was rounding noise on both sides in a step that both have."""
+        out: set[str] = set()
+        for a, b in self.pairs:
+            least = self.floor * math.hypot(*(v for v in a.grads.values() if math.isfinite(v)))
+            both = {n: (v, b.grads.get(n, 0.0)) for n, v in a.grads.items()}
+            out |= {n for n, pair in both.items() if max(pair) < least and any(pair)}
+        return out
+
     def measure_deviations(self, stage: str, signal: str) -> list[_Worst]:
         """Measure the deviations of a signal in every step of a stage in which both sides have it; [] if steps cannot
         be compared.
@@ -173,15 +194,17 @@ class StepComparison:
             stage: "step1" or "steps".
             signal: one of `bounds.SIGNALS`.
         """
-        if self._numbers_obstacle(stage):
+        if self.numbers_obstacle(stage):
             return []
         out = []
         for order, expected, got in self._steps_of_stage(stage):
-            if signal.startswith("worst"):
-                updates = signal == "worst_update"
+            if signal in _OF_TENSORS:
+                updates, direction = "update" in signal, "direction" in signal
                 if not (expected.updates and got.updates if updates else expected.grads and got.grads):
                     continue
-                every, left_out = tensor_deviations(self.reference, self.got, expected, got, updates, self.floor)
+                every, left_out = tensor_deviations(
+                    self.reference, self.got, expected, got, updates, self.floor, direction
+                )
                 if every:
                     n = max(every, key=lambda n: math.inf if math.isnan(every[n][0]) else every[n][0])
                     out.append(_Worst(got.step, order, *every[n], n, left_out))
@@ -209,7 +232,7 @@ class StepComparison:
         out: dict[str, list[float]] = {}
         for signal in ("loss", "grad_norm", "update_norm"):
             out[signal] = []
-            if not self.pairs or self._numbers_obstacle("step1" if self._steps_of_stage("step1") else "steps"):
+            if not self.pairs or self.numbers_obstacle("step1" if self._steps_of_stage("step1") else "steps"):
                 continue
             first = self.got.steps[0].step
             for a, b in self.pairs:
@@ -223,7 +246,7 @@ class StepComparison:
         """Check one signal ("loss") in one stage ("step1" or "steps"): the step counts that uses most of its bound."""
         name = f"{stage}.{signal}"
         bound = self.limits[name]
-        if why := self._numbers_obstacle(stage):
+        if why := self.numbers_obstacle(stage):
             return Check.unknown(name, why)
         every = self.measure_deviations(stage, signal)
         if not every:
@@ -237,8 +260,10 @@ class StepComparison:
         worst = max(every, key=excess)
         most = bound.at(worst.expected, worst.order)
         where = f"step {worst.step}" + (f", {worst.tensor}" if worst.tensor else "")
+        of = "with a norm of " if "direction" in signal else ""
         what = (
-            f"{_WORDS[signal]} deviates by {worst.deviation:.2g}: {worst.got!r} and was {worst.expected!r}, in {where}"
+            f"{_WORDS[signal]} deviates by {worst.deviation:.2g}: {of}{worst.got!r} and was {worst.expected!r}, in "
+            f"{where}"
         )
         if worst.deviation == 0:
             span = "" if stage == "step1" else f" in {count_noun(len(every), 'step')}"
@@ -250,10 +275,12 @@ class StepComparison:
 
     def _explain_lacking(self, stage: str, signal: str) -> str:
         """Return a text that says which side lacks a signal in a stage, and how to record it."""
-        attribute = {"worst_grad": "grads", "worst_update": "updates"}.get(signal, signal)
-        bare = [a for _, a, _ in self._steps_of_stage(stage) if getattr(a, attribute) in (None, {}, [])]
+        attribute = _OF_TENSORS.get(signal, signal)
+        bare = [a for _, a, _ in self._steps_of_stage(stage) if getattr(a, attribute) in (None, {}, [], "")]
         who = "the reference" if bare else "the run"
         hint = f": {_HINTS[signal]}" if bare and signal in _HINTS else ""
+        if not bare and "update" in signal:
+            hint = f": {argument('updates', False)} was given"
         return f"{who} does not have {_WORDS[signal]}{hint}"
 
     def _check_batches(self, stage: str) -> Check:

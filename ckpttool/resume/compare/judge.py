@@ -17,8 +17,8 @@ from collections.abc import Mapping
 from typing import NamedTuple
 
 from ..trace.model import Trace
+from . import after_checks, run_checks, state_checks
 from . import bounds as table
-from . import run_checks, state_checks
 from .bounds import SIGNALS
 from .differences import in_stored_dtypes
 from .dynamics import StepComparison
@@ -52,6 +52,12 @@ ORDER = (
     "steps.batch",
     "steps.learning_rates",
     *(f"steps.{s}" for s in SIGNALS),
+    "after.weights",
+    "after.optimizer",
+    "after.buffers",
+    "after.counters",
+    "after.groups",
+    "after.schedule",
     "run.ranks",
     "run.finite",
     "run.spike",
@@ -63,7 +69,8 @@ ORDER = (
 #: The status before a run that nobody asked for.
 MEASURING = "nothing but updates and numbers of later steps fails, so the noise of this job is measured"
 
-_UPDATES = ("step1.update_norm", "step1.worst_update")
+_LATER = ("steps", "after the steps")
+_UPDATES = ("step1.update_norm", "step1.worst_update", "step1.update_direction")
 
 
 class Judgement(NamedTuple):
@@ -83,14 +90,14 @@ class Judgement(NamedTuple):
 
     @property
     def unsure(self) -> bool:
-        """Tell whether nothing fails but numbers of later steps or the first update, and the noise was not measured
-        yet.
+        """Tell whether nothing fails but numbers of later steps, what they leave, or the first update, and the noise
+        was not measured yet.
 
         They also fail in a correct job that amplifies every rounding: Muon orthogonalises its updates in bf16, and
         Adagrad makes full-size updates of rounding noise.
         """
         failed = self.failed
-        numbers = (c.source in ("measured", "given") and (c.stage == "steps" or c.name in _UPDATES) for c in failed)
+        numbers = (c.source in ("measured", "given") and (c.stage in _LATER or c.name in _UPDATES) for c in failed)
         return self.noise is None and bool(failed) and not self.random and all(numbers)
 
 
@@ -141,6 +148,7 @@ def judge(
         made += state_checks.check_configuration(reference, got)
         made.append(run_checks.check_probe(reference, got, limits["probe.logits"]))
         made += dynamics.checks()
+        made += after_checks.check_after(dynamics, limits)
         envelope = dynamics.envelope()
     elif (tied := state_checks.check_own_tying(got)) is not None:
         made.append(tied)
@@ -169,4 +177,6 @@ def measure_noise(a: Trace, b: Trace) -> dict[str, float]:
     for stage in ("step1", "steps"):
         for signal in SIGNALS:
             every[f"{stage}.{signal}"] = [w.deviation for w in dynamics.measure_deviations(stage, signal)]
+    after, _ = after_checks.measure_after(dynamics)
+    every |= {n: list(found.values()) for n, found in after.items()}
     return {n: max(math.inf if math.isnan(x) else x for x in found) for n, found in every.items() if found}

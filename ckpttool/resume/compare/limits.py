@@ -150,6 +150,9 @@ def check_gates(
             continue
         good = found >= limit if least else found <= limit
         text = f"{_WHAT[key]} is {found:.4g}{unit}, {word} {limit:g}{unit} is required"
+        copied = max((m.get("measuring_bytes", 0) for m in trace.memory), default=0)
+        if key == "reserved_gib" and copied:
+            text += f" (without {copied / 2**30:.2g} GiB for the copy of the parameters that measures updates)"
         out.append(Check.of(f"gate.{name}", good, text, found, limit, "given"))
     return out
 

@@ -24,6 +24,7 @@ _STAGES = {
     "probe": "probe",
     "step1": "step 1",
     "steps": "steps",
+    "after": "after the steps",
     "run": "run",
     "roundtrip": "round trip",
     "gate": "gate",
@@ -34,7 +35,8 @@ _STAGES = {
 class Check:
     """One check and its result.
 
-    `stage` is "state", "configuration", "probe", "step 1", "steps", "run", "round trip" or "gate", in this order.
+    `stage` is "state", "configuration", "probe", "step 1", "steps", "after the steps", "run",
+    "round trip" or "gate", in this order.
     `name` is unique in a report ("step1.update_norm"). `number` is what was found and `bound` the largest that passes
     (the smallest, for gates that begin with min); `source` says where the bound is from: "exact", "measured",
     "calibrated" or "given". `where` names the worst tensor or step. `text` is one sentence.

@@ -31,6 +31,7 @@ from .rules_config import (
     explain_tied,
 )
 from .rules_numbers import (
+    explain_after,
     explain_gradient_scale,
     explain_implausible,
     explain_loss_ranks,
@@ -86,6 +87,7 @@ RULES = (
     Rule(explain_steps, "reference"),
     Rule(explain_loss_ranks),
     Rule(explain_run),
+    Rule(explain_after, "reference"),
     Rule(explain_round_trip),
 )
 

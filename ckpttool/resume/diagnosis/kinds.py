@@ -91,6 +91,9 @@ class CauseKind(Enum):
     OPTIMIZER_GROUP = "optimizer-group", "The updates of one param group differ."
     MOMENTS = "moments", "The updates of some tensors differ."
     LATER_STEPS = "later-steps", "The first step agrees and later ones do not."
+    SCHEDULE_AHEAD = "schedule-ahead", "The rates of later steps differ: a decay begins elsewhere.", _RATES
+    BUFFERS = "buffers", "Buffers that training changes, such as running statistics, are updated otherwise."
+    STATE_AFTER = "state-after", "The steps agree and what they leave does not."
     NO_GRADIENT = "no-gradient", "No gradient arrives."
     SPIKE = "spike", "The grad norm leaps."
     SAVE_OR_LOAD = "save-or-load", "What was saved is not what is loaded again."

@@ -28,6 +28,7 @@ from .context import Context
 from .kinds import CauseKind, TensorKind
 
 __all__ = [
+    "explain_after",
     "explain_gradient_scale",
     "explain_implausible",
     "explain_loss_ranks",
@@ -38,6 +39,10 @@ __all__ = [
     "explain_steps",
 ]
 
+
+#: Checks that fail where gradients of the first step differ, and where its updates do.
+_GRADIENTS = frozenset(("step1.grad_norm", "step1.worst_grad", "step1.grad_direction"))
+_UPDATES = frozenset(("step1.update_norm", "step1.worst_update", "step1.update_direction"))
 
 #: A deviation of the loss up to so many times that of the logits follows from it.
 _ALIKE = 10.0
@@ -180,11 +185,11 @@ def _explain_numbers(context: Context, reference: Trace) -> None:
         return
     _explain_frozen(context, reference, *first)
     ruled_out = weights or data or "gradients" in context.explained
-    if not ruled_out and ("step1.grad_norm" in context.failed or "step1.worst_grad" in context.failed):
+    if not ruled_out and _GRADIENTS & context.failed.keys():
         _explain_gradients(context, reference, *first)
         ruled_out = True
     if not ruled_out and "optimizer" not in context.explained:
-        if "step1.update_norm" in context.failed or "step1.worst_update" in context.failed:
+        if _UPDATES & context.failed.keys():
             _explain_updates(context, reference, *first)
         elif not context.out and any(n.startswith("steps.") for n in context.failed):
             evidence = context.failed_texts(*(n for n in context.failed if n.startswith("steps.")))
@@ -272,7 +277,7 @@ def _explain_gradients(context: Context, reference: Trace, a: Step, b: Step) -> 
 
     `a` is that step of the reference, `b` that of the run.
     """
-    evidence = context.failed_texts("step1.grad_norm", "step1.worst_grad")
+    evidence = context.failed_texts(*sorted(_GRADIENTS))
     found = _deviating_tensors(context, reference, a, b, updates=False)
     if not found:
         context.add(
@@ -298,7 +303,7 @@ def _explain_updates(context: Context, reference: Trace, a: Step, b: Step) -> No
 
     `a` is that step of the reference, `b` that of the run.
     """
-    evidence = context.failed_texts("step1.update_norm", "step1.worst_update")
+    evidence = context.failed_texts(*sorted(_UPDATES))
     if a.update_norm and b.update_norm:
         evidence.append(f"the norm of the update is {b.update_norm / a.update_norm:.4g} times the reference's")
     equal = "gradients are equal, " if context.passed("step1.grad_norm") else ""
@@ -333,14 +338,18 @@ def _explain_updates(context: Context, reference: Trace, a: Step, b: Step) -> No
 
 
 def _deviating_tensors(context: Context, reference: Trace, a: Step, b: Step, updates: bool) -> list[str]:
-    """List the FQNs of tensors whose norm deviates in a step by more than the check's bound, the farthest first.
+    """List the FQNs of tensors whose norm or direction deviates in a step by more than the check's bound, the farthest
+    first.
 
     `a` is the step of the reference, `b` that of the run. `updates` compares updates; False compares gradients.
     """
-    check = context.checks.get("step1.worst_update" if updates else "step1.worst_grad")
-    bound = check.bound if check is not None and check.bound is not None else 0.0
-    every, _ = tensor_deviations(reference, context.got, a, b, updates, 1e-6)
-    far = {n: d for n, (d, _, _) in every.items() if not d <= bound}
+    far: dict[str, float] = {}
+    names = ("worst_update", "update_direction") if updates else ("worst_grad", "grad_direction")
+    for direction, name in enumerate(names):
+        check = context.checks.get(f"step1.{name}")
+        bound = check.bound if check is not None and check.bound is not None else 0.0
+        every, _ = tensor_deviations(reference, context.got, a, b, updates, 1e-6, bool(direction))
+        far = {n: d for n, (d, _, _) in every.items() if not d <= bound} | far
     return sorted(far, key=lambda n: -far[n] if far[n] == far[n] else -math.inf)
 
 
@@ -381,6 +390,25 @@ def explain_run(context: Context) -> None:
         context.add(
             CauseKind.SPIKE, f"training spikes: {context.failed['run.spike'].text}", context.failed_texts("run.spike")
         )
+
+
+def explain_after(context: Context) -> None:
+    """Add causes for what only the state after the last step shows: rates to come, buffers, anything else."""
+    failed = {n: c for n, c in context.failed.items() if n.startswith("after.")}
+    if "after.schedule" in failed and "rates" not in context.explained:
+        text = f"the schedule differs later on: {failed['after.schedule'].text}"
+        context.add(CauseKind.SCHEDULE_AHEAD, text, context.failed_texts("after.schedule"))
+    if "after.buffers" in failed and not {"weights", "gradients"} & context.explained:
+        check = failed["after.buffers"]
+        loaded, after = context.got.after.get("loaded", {}), context.got.after.get("sketches", {})
+        where = check.where or ""
+        idle = where in after and loaded.get(where) == after[where][1]
+        what = "is not updated by this job, or only by its training loop" if idle else "is updated otherwise"
+        text = f"{readable_name(where)} {what}: it was equal before the steps, and is not after them"
+        context.add(CauseKind.BUFFERS, text, context.failed_texts("after.buffers"), [where], explains=())
+    if failed and not context.out:
+        text = f"the steps agree and what they leave does not: {next(iter(failed.values())).text}"
+        context.add(CauseKind.STATE_AFTER, text, context.failed_texts(*failed))
 
 
 def explain_round_trip(context: Context) -> None:

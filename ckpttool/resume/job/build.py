@@ -35,6 +35,7 @@ from ...live.job_optimizers import OWN_FLAGS, list_optimizers
 from ...printable import count_noun
 from ..request import RunSettings
 from ..trace.live_facts import list_dropouts, named_parameters
+from ..trace.state_after import needs_argument
 from .peft_model import add_lora_layers
 from .user_job import call_build
 
@@ -48,6 +49,8 @@ class Job:
     `rank` and `world` are those of the data: ranks of one tensor-parallel group read the same rows. `scale` is what the
     sum of gradients must be multiplied with: 1, or the world size where a wrapper averages them. `dropout_off` is the
     largest probability of a dropout that was switched off. `own_loss` is the loss of build(), None where there is none.
+    `copied_bytes` are those of the copy of this rank's parameters by which updates are measured, `peak_before_copies`
+    the peak memory (allocated, reserved) before the first copy.
     """
 
     model: Any
@@ -63,13 +66,14 @@ class Job:
     dropout_off: float = 0.0
     own_loss: Any = None
     random: bool = False
+    copied_bytes: int = 0
+    peak_before_copies: tuple[int, int] | None = None
 
     @property
     def scheduler_waits(self) -> bool:
         """Tell whether the scheduler's step() requires an argument that resume-verify does not have: a metric, as
         ReduceLROnPlateau does, or an epoch."""
-        needed = () if self.scheduler is None else inspect.signature(self.scheduler.step).parameters.values()
-        return any(p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD) for p in needed)
+        return self.scheduler is not None and needs_argument(self.scheduler)
 
 
 class OptimizerList(list[Any]):

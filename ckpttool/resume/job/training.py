@@ -149,7 +149,10 @@ def train_step(job: Job, rows: batches.Rows, step: int, settings: RunSettings) -
         for p in job.model.parameters():
             if p.grad is not None:
                 fingerprint.local_shard(p.grad).mul_(tokens / counted)
-    measure.copy_parameters()
+    if settings.updates:
+        job.peak_before_copies = job.peak_before_copies or _peak_bytes(settings)
+        measure.copy_parameters()
+        job.copied_bytes = measure.copied_bytes
     measure.measure_gradients()
     norm = root_of_squares(measure.grads)
     began = time.perf_counter()
@@ -162,7 +165,8 @@ def train_step(job: Job, rows: batches.Rows, step: int, settings: RunSettings) -
     job.optimizer.zero_grad()
     _synchronize(settings)
     seconds += time.perf_counter() - began
-    measure.measure_updates()
+    if settings.updates:
+        measure.measure_updates()
     mine = torch.tensor([float(total[0].item()) / counted], dtype=torch.float64, device=device)
     every = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
     dist.all_gather(every, mine)
@@ -170,7 +174,7 @@ def train_step(job: Job, rows: batches.Rows, step: int, settings: RunSettings) -
         step,
         float(mine.item()),
         norm,
-        root_of_squares(measure.updates),
+        root_of_squares(measure.updates) if measure.updates else None,
         rates,
         seen,
         round(counted),
@@ -179,6 +183,8 @@ def train_step(job: Job, rows: batches.Rows, step: int, settings: RunSettings) -
         measure.grads,
         measure.updates,
         marks,
+        measure.grad_sketches,
+        measure.update_sketches,
     )
 
 
@@ -274,21 +280,37 @@ def _synchronize(settings: RunSettings) -> None:
         torch.cuda.synchronize()
 
 
-def measure_memory(settings: RunSettings) -> list[MemoryRecord]:
-    """Measure the peak memory of every rank, in bytes: of its GPU, or on CPU of the process. A collective."""
+def _peak_bytes(settings: RunSettings) -> tuple[int, int]:
+    """Return the peak memory of this rank so far, (allocated, reserved): of its GPU, or on CPU of the process."""
     import resource
 
     import torch
 
     if settings.device == "cuda":
-        mine: MemoryRecord = {
-            "allocated_bytes": torch.cuda.max_memory_allocated(),
-            "reserved_bytes": torch.cuda.max_memory_reserved(),
-            "total_bytes": torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory,
-        }
+        return torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved()
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    return peak, peak
+
+
+def measure_memory(job: Job, settings: RunSettings) -> list[MemoryRecord]:
+    """Measure the peak memory of every rank, in bytes, without the copy of the parameters that no training has. A
+    collective.
+
+    The peak without the copy is at least that before the first one, and that of all time less the copy.
+    """
+    import torch
+
+    before, peaks = job.peak_before_copies or (0, 0), _peak_bytes(settings)
+    allocated, reserved = (max(b, p - job.copied_bytes) for b, p in zip(before, peaks, strict=True))
+    if settings.device == "cuda":
+        whole = torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory
     else:
-        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
         whole = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-        mine = {"allocated_bytes": peak, "reserved_bytes": peak, "total_bytes": whole}
+    mine: MemoryRecord = {
+        "allocated_bytes": allocated,
+        "reserved_bytes": reserved,
+        "total_bytes": whole,
+        "measuring_bytes": job.copied_bytes,
+    }
     every: list[MemoryRecord] = gather_objects(mine)
     return [{"rank": r, **m} for r, m in enumerate(every)]

@@ -61,6 +61,7 @@ from ..trace.model import OF_BUILD, Trace, trace_to_json
 from ..trace.numerics import name_missing_kernel, use_numerics, use_recorded_buffers
 from ..trace.records import LoadCostRecord
 from ..trace.side_state import collect_side_state
+from ..trace.state_after import read_state_after, sketch_buffers, walk_schedule
 from .torchrun import exit_process, is_lost_peer, joined_job
 
 __all__ = ["run_job"]
@@ -108,6 +109,7 @@ def run_job(settings: RunSettings, probe_file: str, status: Status) -> Trace | N
         begin("comparing what the job holds with the files")
         _fingerprint_state(job, trained, opened, settings, out, status)
         _restore_rng(settings, opened, out)
+        out.after = {"loaded": sketch_buffers(job.model)}
     begin("probing")
     with name_missing_kernel():
         measure_probe(job, rows, settings, probe_file, out)
@@ -117,9 +119,9 @@ def run_job(settings: RunSettings, probe_file: str, status: Status) -> Trace | N
             status(f"step {k + 1} of {settings.steps}: loss {out.steps[-1].loss:.6g}")
             if k == 0:
                 round_trip(job, settings, out, status)
+        _look_after_last_step(job, settings, out)
     if any(gather_objects(job.random)):
         out.environment["random"] = "restored" if settings.keep_dropout else "seeded"
-    out.memory = measure_memory(settings)
     # the next run of this launch needs the memory
     del job
     gc.collect()
@@ -408,6 +410,22 @@ def _fingerprint_state(
         common = [n for n in entries if n in tensors]
         in_job = {n: tensors[n].dtype for n in other}
         out.stored = fingerprint.fingerprint_files(opened, common, *ranks, device, _RateReporter(status), in_job)
+
+
+def _look_after_last_step(job: Job, settings: RunSettings, out: Trace) -> None:
+    """Put what the job holds after the last step, and the rates of later steps, into the trace `out`. A collective.
+
+    It is the last thing that is done with the job, whose scheduler is stepped ahead.
+    """
+    enter_stage("reading what the job holds after the last step")
+    out.memory = measure_memory(job, settings)
+    out.after |= read_state_after(job.model, job.optimizer, settings.start + settings.steps)
+    if job.scheduler_waits:
+        out.schedule = {"skipped": f"{type(job.scheduler).__name__} needs a metric for a step"}
+    elif job.scheduler is not None:
+        enter_stage("stepping the scheduler ahead")
+        groups = job.optimizer.param_groups
+        out.schedule = walk_schedule(job.scheduler, groups, settings.start + settings.steps, report_progress)
 
 
 def _restore_rng(settings: RunSettings, opened: OpenCheckpoint, out: Trace) -> None:

@@ -34,6 +34,7 @@ __all__ = [
     "fingerprint_tensors",
     "global_norms",
     "local_shard",
+    "shard_offset",
     "spacing_16bit",
     "sum_over_ranks",
 ]
@@ -149,7 +150,7 @@ def local_shard(tensor: Tensor) -> Tensor:
     return getattr(tensor, "_local_tensor", tensor).detach()
 
 
-def _shard_offset(tensor: Any) -> Any:
+def shard_offset(tensor: Any) -> Any:
     """Return where this rank's shard begins in the whole tensor, an index for each dimension; zeros for a plain tensor
     or an empty shard."""
     if not hasattr(tensor, "_local_tensor") or not local_shard(tensor).numel():
@@ -216,8 +217,7 @@ def fingerprint_tensors(
 
     world = dist.get_world_size() if dist.is_initialized() else 1
     mine = [
-        _fingerprint_box(local_shard(t).to(dtype or t.dtype), _shard_offset(t), tuple(t.shape))
-        for t in tensors.values()
+        _fingerprint_box(local_shard(t).to(dtype or t.dtype), shard_offset(t), tuple(t.shape)) for t in tensors.values()
     ]
     owner = [v if counts_on_this_rank(t) else 0 for v, t in zip(mine, tensors.values(), strict=True)]
     total = sum_over_ranks([*owner, *mine], integers=True, device=device)

@@ -7,6 +7,7 @@ and updates.
 from __future__ import annotations
 
 import json
+import math
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -20,6 +21,7 @@ from .fingerprint import counts_on_this_rank, local_shard, sum_over_ranks
 from .numerics import read_numerics
 from .records import EnvironmentRecord
 from .side_state import collect_side_state, mark_array
+from .sketches import WIDE, encode_sketches, sketch_shard
 
 __all__ = [
     "StepNorms",
@@ -43,8 +45,11 @@ __all__ = [
 
 
 class StepNorms:
-    """Norms of the gradient and of the update of every trained parameter; `copy_parameters` before and
+    """Norms and sketches of the gradient and of the update of every trained parameter; `copy_parameters` before and
     `measure_updates` after the optimizer's step.
+
+    `grads` and `updates` are {FQN: L2 norm}; `grad_sketches` and `update_sketches` have the sketches of the same
+    tensors, each over its norm, in the same order (`sketches.encode_sketches`).
 
     A forgiving one measures nothing where a rank fails, or where ranks have different parameters, and says why in
     `trouble`; otherwise the error is raised, on the rank that has it.
@@ -55,6 +60,8 @@ class StepNorms:
         self.model, self.forgiving = model, forgiving
         self.grads: dict[str, float] = {}
         self.updates: dict[str, float] = {}
+        self.grad_sketches = self.update_sketches = ""
+        self.copied_bytes = 0
         self.trouble: str | None = None
         self._old: dict[str, Any] = {}
         self._alike: bool | None = None
@@ -69,34 +76,39 @@ class StepNorms:
         if self._is_comparable():
             with self._keep_trouble():
                 self._old = {n: local_shard(p).clone() for n, p in self.parameters().items()}
+                self.copied_bytes = sum(t.nbytes for t in self._old.values())
 
     def measure_gradients(self) -> None:
-        """Measure the gradients as they are now, into `grads` {FQN: L2 norm}; parameters without a gradient are left
-        out. A collective."""
-        self.grads = self._measure_norms(lambda n, p: None if p.grad is None else (p.grad, local_shard(p.grad)))
+        """Measure the gradients as they are now, into `grads` and `grad_sketches`; parameters without a gradient are
+        left out. A collective."""
+        self.grads, self.grad_sketches = self._measure(
+            lambda n, p: None if p.grad is None else (p.grad, local_shard(p.grad))
+        )
 
     def measure_updates(self) -> None:
-        """Measure how far the parameters are from their copy, into `updates` {FQN: L2 norm}. A collective."""
+        """Measure how far the parameters are from their copy, into `updates` and `update_sketches`. A collective."""
 
         def moved(n: str, p: Any) -> Any:
             new, old = local_shard(p), self._old.pop(n)
             return p, new.double() - old.double() if new.element_size() == 8 else new.float() - old.float()
 
-        self.updates = self._measure_norms(moved)
+        self.updates, self.update_sketches = self._measure(moved)
 
-    def _measure_norms(self, part: Callable[[str, Any], tuple[Any, Any] | None]) -> dict[str, float]:
-        """Compute {FQN: L2 norm over all ranks} of something that belongs to each trained parameter. A collective.
+    def _measure(self, part: Callable[[str, Any], tuple[Any, Any] | None]) -> tuple[dict[str, float], str]:
+        """Compute ({FQN: L2 norm over all ranks}, sketches) of something that belongs to each trained parameter. A
+        collective.
 
         `part(FQN, parameter)` returns (a tensor laid out over ranks as what is measured, this rank's elements of what
         is measured), or None; parameters for which every rank returns None are left out. After trouble on any rank of a
-        forgiving one, {} is returned.
+        forgiving one, ({}, "") is returned.
         """
         import torch
 
         if not self._is_comparable():
-            return {}
+            return {}, ""
         params = self.parameters()
         squares, there = [0.0] * len(params), [0.0] * len(params)
+        rows = [[0.0] * WIDE for _ in params]
         with self._keep_trouble():
             for k, (n, p) in enumerate(params.items()):
                 found = part(n, p)
@@ -104,13 +116,20 @@ class StepNorms:
                     there[k] = 1.0
                     if counts_on_this_rank(found[0]):
                         squares[k] = float(torch.linalg.vector_norm(found[1], dtype=torch.float64).item()) ** 2
+                        rows[k] = sketch_shard(found[1], found[0])
         wrong = 0.0 if self.trouble is None else 1.0
-        total = sum_over_ranks([*squares, *there, wrong], integers=False, device=collective_device(self.model))
+        mine = [*squares, *there, *(v for row in rows for v in row), wrong]
+        total = sum_over_ranks(mine, integers=False, device=collective_device(self.model))
         if total[-1]:
             self.trouble = self.trouble or "another rank could not measure its shards"
-            return {}
-        known = total[len(params) : -1]
-        return {n: v**0.5 for n, v, k in zip(params, total, known, strict=False) if k}
+            return {}, ""
+        count, norms, units = len(params), dict[str, float](), list[list[float]]()
+        for k, n in enumerate(params):
+            if total[count + k]:
+                norms[n] = total[k] ** 0.5
+                at = 2 * count + k * WIDE
+                units.append([v / norms[n] if 0 < norms[n] < math.inf else 0.0 for v in total[at : at + WIDE]])
+        return norms, encode_sketches(units)
 
     def _is_comparable(self) -> bool:
         """Tell whether all ranks have the same parameters; with pipeline parallelism they do not. Always True unless

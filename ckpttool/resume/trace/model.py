@@ -11,7 +11,8 @@ Recorded lines (JSONL), one object each:
 
     {"ckpttool": 1, "kind": "start", ...}    fields of Trace, as far as known; a later one replaces an earlier one
     {"kind": "state", "step": 300, "state": {...}, "scalars": {...}, "groups": [...],
-     "values": {...}, "others": {...}, "variants": {...}, "generators": [...], "probe": {...}, "unrecorded": {...}}
+     "values": {...}, "others": {...}, "variants": {...}, "generators": [...], "probe": {...}, "unrecorded": {...},
+     "after": {...}, "schedule": {...}}
                                                                                           what the job held at a step
     {"kind": "step", "step": 301, "loss": 2.25, ...}                                     fields of Step
     {"kind": "lost", "what": "norms", "why": "..."}                                      what could not be recorded
@@ -32,12 +33,14 @@ from ...bounded_json import parse
 from ...errors import Corrupt, Unsafe, UsageError, argument, kind_of_failure
 from .batches import split_marks
 from .records import (
+    AfterRecord,
     EnvironmentRecord,
     LoadCostRecord,
     MemoryRecord,
     MisfitRecord,
     ProbeRecord,
     RoundTripRecord,
+    ScheduleRecord,
 )
 
 __all__ = [
@@ -66,7 +69,9 @@ class Step:
     norm} and `update_norm` of what the optimizer added to the parameters. `learning_rates` has the one used in this
     step for each param group. `batch` is the digest of the global batch (`batches.digest_rows`), `rows` the marks of
     the rows of each data-parallel rank (`batches.split_marks`). `losses` is the global loss as each rank has it.
-    `seconds` is forward, backward, clipping and the optimizer, without the measurements.
+    `grad_sketches` and `update_sketches` are the sketches of the tensors of `grads` and `updates`, in their order, each
+    over the tensor's norm (sketches.py). `seconds` is forward, backward, clipping and the optimizer, without the
+    measurements.
     """
 
     step: int
@@ -81,13 +86,16 @@ class Step:
     grads: dict[str, float] = field(default_factory=dict)
     updates: dict[str, float] = field(default_factory=dict)
     rows: list[str] = field(default_factory=list)
+    grad_sketches: str | None = None
+    update_sketches: str | None = None
 
 
 @dataclass
 class Trace:
     """The data of one run.
 
-    The dicts of `misfit`, `environment`, `probe`, `roundtrip`, `loads` and `memory` are described in records.py.
+    The dicts of `misfit`, `environment`, `probe`, `roundtrip`, `loads`, `memory`, `after` and `schedule` are described
+    in records.py.
 
     failed: why the checkpoint could not be loaded into the job; then only `start` and the names in `state` are set,
         without fingerprints. `misfit` is how names and shapes differ, if that is why.
@@ -114,6 +122,8 @@ class Trace:
     recipe: what the job was built from: module.py:build, or the folder of a configuration.
     scheduler: the class of the scheduler that ran.
     dropout_off: the largest probability of a dropout that was switched off.
+    after: what the job held after the last step; of a recording, after the step that was asked for.
+    schedule: the learning rates that the scheduler gives from then on; of a recording, from step `start` on.
     unread: (file, component) of state beside the checkpoint that its layout does not read.
     load_seconds, load_bytes: of the slowest rank, and of all ranks.
     """
@@ -159,6 +169,8 @@ class Trace:
     config: dict[str, Any] | None = None
     probe: ProbeRecord = field(default_factory=ProbeRecord)
     steps: list[Step] = field(default_factory=list)
+    after: AfterRecord = field(default_factory=AfterRecord)
+    schedule: ScheduleRecord = field(default_factory=ScheduleRecord)
     roundtrip: RoundTripRecord = field(default_factory=RoundTripRecord)
     load_seconds: float | None = None
     load_bytes: int | None = None
@@ -187,7 +199,7 @@ def read_trace(path: str | os.PathLike[str]) -> Trace:
         return _parse_trace(_parse_non_finite(json.load(f)))
 
 
-def read_reference(path: str | os.PathLike[str], at: int | None = None) -> Trace:
+def read_reference(path: str | os.PathLike[str], at: int | None = None, later: int = 0) -> Trace:
     """Read the trace that a `Recorder` wrote as lines of JSON. Of a step that was recorded several times, as after a
     restart, the last record counts.
 
@@ -195,6 +207,7 @@ def read_reference(path: str | os.PathLike[str], at: int | None = None) -> Trace
         path: the recording.
         at: the step whose state is wanted; if None, or if no state of it was recorded, it is that of the last record of
             a state.
+        later: how many steps after that the state is wanted as well, for `Trace.after`.
 
     Raises:
         UsageError: there is no such file. Corrupt: a line is not a record, or no step is recorded. Where a disk or a
@@ -203,6 +216,7 @@ def read_reference(path: str | os.PathLike[str], at: int | None = None) -> Trace
     out = Trace(source=os.fspath(path))
     steps: dict[int, Step] = {}
     states: dict[int, dict[str, Any]] = {}
+    every_after: dict[int, AfterRecord] = {}
     lost: dict[str, str] = {}
     try:
         lines = list(_read_records(path))
@@ -230,8 +244,10 @@ def read_reference(path: str | os.PathLike[str], at: int | None = None) -> Trace
                     "unrecorded": {str(k): str(v) for k, v in record.get("unrecorded", _EARLIER).items()},
                     "scalars": _parse_floats(record.get("scalars", {})),
                     "groups": [dict(g) for g in record.get("groups", [])],
+                    "schedule": _parse_schedule(record.get("schedule", {})),
                     **({"values": dict(record["values"])} if "values" in record else {}),
                 }
+                every_after[int(record["step"])] = _parse_after(record.get("after", {}))
             elif kind == "lost":
                 lost[str(record["what"])] = str(record["why"])
             elif kind == "step":
@@ -249,6 +265,7 @@ def read_reference(path: str | os.PathLike[str], at: int | None = None) -> Trace
         out.start = at if at in states else list(states)[-1]
         for key, value in states[out.start].items():
             setattr(out, key, value)
+        out.after = every_after.get((out.start if at is None else at) + later, {})
     else:
         out.unrecorded = {
             k: f"Recorder.state was not called, which records {k}" for k in ("model", "optimizer", *_EARLIER)
@@ -275,6 +292,40 @@ def _parse_probe(x: Any) -> ProbeRecord:
     rows = {str(k): [[int(t) for t in row] for row in v] for k, v in x["rows"].items()}
     numbers = [[float(v) for v in row] for row in x["sketch"]]
     return {"rows": rows, "sketch": numbers, "shape": [int(n) for n in x["shape"]], "not_finite": int(x["not_finite"])}
+
+
+def _parse_after(x: Any) -> AfterRecord:
+    """Return what a job held after a step, with its types checked; {} if `x` is empty, as earlier versions left it.
+
+    Raises:
+        TypeError, ValueError, KeyError, AttributeError: it is no such record.
+    """
+    if not x:
+        return {}
+    return {
+        "step": int(x["step"]),
+        "sketches": {str(n): (str(dtype), str(sketch)) for n, (dtype, sketch) in x["sketches"].items()},
+        "buffers": [str(n) for n in x["buffers"]],
+        "apart": [str(n) for n in x["apart"]],
+        "scalars": _parse_floats(x["scalars"]),
+        "groups": [dict(g) for g in x["groups"]],
+    }
+
+
+def _parse_schedule(x: Any) -> ScheduleRecord:
+    """Return the learning rates of later steps, with types checked; {} if `x` is empty.
+
+    Raises:
+        TypeError, ValueError, KeyError, AttributeError: it is no such record.
+    """
+    if not x:
+        return {}
+    out: ScheduleRecord = {
+        "first": int(x["first"]),
+        "curves": [str(c) for c in x["curves"]],
+        "groups": [int(k) for k in x["groups"]],
+    }
+    return {**out, "stopped": str(x["stopped"])} if "stopped" in x else out
 
 
 def _parse_marks(x: Any) -> dict[str, tuple[str, tuple[int, ...], str]]:
@@ -368,6 +419,9 @@ def _parse_step(data: dict[str, Any]) -> Step:
         setattr(out, key, None if value is None else [float(v) for v in value])
     out.grads, out.updates = _parse_floats(out.grads), _parse_floats(out.updates)
     out.rows = [str(r) for r in out.rows]
+    for key in ("grad_sketches", "update_sketches"):
+        value = getattr(out, key)
+        setattr(out, key, None if value is None else str(value))
     return out
 
 

@@ -55,7 +55,8 @@ from .probing import (
     unsupported_forward_reason,
 )
 from .recorded_state import check_sources, gather_side_state
-from .records import ProbeRecord
+from .records import ProbeRecord, ScheduleRecord
+from .state_after import copy_schedule, read_state_after, walk_schedule
 
 __all__ = ["Recorder"]
 
@@ -143,10 +144,12 @@ class Recorder:
 
     def state(self, step: int) -> None:
         """Record what the job holds after `step` optimizer steps: fingerprints of model and optimizer, the state of
-        scheduler, scaler, dataloader and `extra`, marks of every rank's random states, and the probe. A collective.
+        scheduler, scaler, dataloader and `extra`, marks of every rank's random states, the probe, and the learning
+        rates of the next 1,000 steps, by a copy of the scheduler. A collective.
 
         Call it right before or after the checkpoint is saved. A later job is compared with it, tensor by tensor and
-        value by value. It costs one pass over this rank's shards, and one forward pass if there is a probe.
+        value by value. Call it once more after the last step that is compared, and the state after the steps is
+        compared, too. It costs two passes over this rank's shards, and one forward pass if there is a probe.
         """
         with self._warn_instead(f"state of step {step}"):
             model, optimizer = self._model, self._optimizer
@@ -177,6 +180,9 @@ class Recorder:
                 lacks["probe"] = why
                 if self._probe is not None:
                     _warn(f"probe not recorded: {why}")
+            schedule, why = self._read_schedule(step)
+            if why is not None:
+                lacks["schedule"] = why
             self._write_record(
                 "state",
                 step=step,
@@ -187,7 +193,20 @@ class Recorder:
                 unrecorded=lacks,
                 buffers={} if model is None else read_small_buffers(model),
                 groups=[] if model is None or optimizer is None else plain_param_groups(model, optimizer),
+                after={} if "model" in lacks else read_state_after(model, optimizer, step),
+                schedule=schedule,
             )
+
+    def _read_schedule(self, step: int) -> tuple[ScheduleRecord, str | None]:
+        """Step a copy of the scheduler ahead: (its learning rates, None), or ({}, why there are none)."""
+        scheduler = self._sources.get("scheduler")
+        if scheduler is None or self._optimizer is None:
+            return {}, None  # which `unrecorded` says already
+        try:
+            copied = copy_schedule(scheduler, self._model, self._optimizer)
+            return ({}, copied) if isinstance(copied, str) else (walk_schedule(*copied, step), None)
+        except Exception as e:
+            return {}, f"a copy of the scheduler could not be stepped ahead ({type(e).__name__}: {e})"
 
     def _read_tensors(self, lacks: dict[str, str]) -> tuple[dict[str, Any], str | None]:
         """Read the tensors of model and optimizer: ({canonical name: tensor}, None), or ({}, why they cannot be
@@ -310,6 +329,8 @@ class Recorder:
             grads,
             updates,
             marks,
+            measured.grad_sketches if grads and measured else None,
+            measured.update_sketches if updates and measured else None,
         )
         self._write_record("step", **{k: v for k, v in vars(out).items() if v is not None and v not in ({}, [])})
 

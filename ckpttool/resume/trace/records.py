@@ -3,9 +3,10 @@ JSON; keys that a run or an earlier version did not write are absent."""
 
 from __future__ import annotations
 
-from typing import NotRequired, TypedDict
+from typing import Any, NotRequired, TypedDict
 
 __all__ = [
+    "AfterRecord",
     "EnvironmentRecord",
     "LoadCostRecord",
     "LogitSketch",
@@ -14,6 +15,7 @@ __all__ = [
     "NumericsRecord",
     "ProbeRecord",
     "RoundTripRecord",
+    "ScheduleRecord",
 ]
 
 
@@ -118,9 +120,38 @@ class LoadCostRecord(TypedDict):
 
 
 class MemoryRecord(TypedDict, total=False):
-    """Peaks of the memory of a rank's device, or on CPU of its process."""
+    """Peaks of the memory of a rank's device, or on CPU of its process. `reserved_bytes` is without `measuring_bytes`,
+    those of the copy of the parameters by which updates are measured."""
 
     rank: int
+    measuring_bytes: int
     allocated_bytes: int
     reserved_bytes: int
     total_bytes: int
+
+
+class AfterRecord(TypedDict, total=False):
+    """What the job held after a step. `sketches` {canonical name: (dtype, sketch)} are of all tensors, also of buffers
+    that no checkpoint holds; those of `buffers` are no parameters. `apart` are tensors of which every rank has a copy
+    of its own: the sketch is rank 0's. `scalars` and `groups` are as in a trace. `loaded` {name: sketch} are the
+    buffers of a run before its first step."""
+
+    step: int
+    sketches: dict[str, tuple[str, str]]
+    buffers: list[str]
+    apart: list[str]
+    scalars: dict[str, float]
+    groups: list[dict[str, Any]]
+    loaded: dict[str, str]
+
+
+class ScheduleRecord(TypedDict, total=False):
+    """The learning rates that a scheduler gives from step `first` on (state_after.py). `groups` has the number of its
+    curve for each param group. `stopped` is the error that ended them before the last one; `skipped` says why there are
+    none."""
+
+    first: int
+    curves: list[str]
+    groups: list[int]
+    stopped: str
+    skipped: str

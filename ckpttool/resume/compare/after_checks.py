@@ -1,0 +1,266 @@
+"""Checks of what the job holds after the last step, and of the learning rates that follow.
+
+    check_after(dynamics, limits)     a Check for each of "after.weights", "after.optimizer", ...
+
+Tensors are compared by their sketches: weights relative to how far the steps moved them, all others relative to
+themselves. Where both sides had the same ranks and every number of every step was bit-equal, tensors must be
+equal, too.
+Buffers that the forward pass changes, such as the running statistics of BatchNorm, depend on which rank had which rows,
+in which order.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import replace
+
+from ...printable import count_noun, list_first
+from ..text import is_step
+from ..trace.model import Trace
+from ..trace.sketches import decode_sketches, sketch_distance
+from ..trace.state_after import read_rates
+from .bounds import AFTER, SIGNALS, Bound
+from .differences import are_alike, group_pairs, option_differences, relative_deviation
+from .dynamics import StepComparison
+from .side_state_differences import is_recording
+from .verdict import Check
+
+__all__ = ["check_after", "measure_after"]
+
+#: What each of the checks `bounds.AFTER` compares.
+_WORDS = {"after.weights": "weight", "after.optimizer": "tensor of the optimizer", "after.buffers": "buffer"}
+
+#: Sums of float64 in another order differ by less than this.
+_EQUAL = 1e-12
+
+#: The distance of a number to the next, relative to it at most; that of a dtype that is not listed is bfloat16's.
+_SPACING = {"float64": 2**-52, "float32": 2**-23, "float16": 2**-10}
+
+
+def _obstacle(reference: Trace, got: Trace) -> str | None:
+    """Return a text that says why what the two sides held after the last step cannot be compared; None if it can."""
+    if not got.after.get("sketches"):
+        return "the run did not record what it held after the last step"
+    step = got.after["step"]
+    if not reference.after.get("sketches") or reference.after["step"] != step:
+        if is_recording(reference):
+            return f"the reference did not record what the job held after step {step} (Recorder.state({step}) does)"
+        return "the reference run did not record what it held after the last step"
+    return None
+
+
+def _share_dealing(reference: Trace, got: Trace) -> bool:
+    """Tell whether every rank is known to have had the same rows in the same order, in the same micro-batches."""
+    if not _share_mesh(reference, got):
+        return False
+    sizes = [(t.micro_batch, t.global_batch) for t in (reference, got)]
+    if any(None not in pair and pair[0] != pair[1] for pair in zip(*sizes, strict=True)):
+        return False
+    if not is_recording(reference):
+        return True
+    theirs = {s.step: s.rows for s in reference.steps}
+    every = [(theirs.get(s.step), s.rows) for s in got.steps]
+    if all(a and b for a, b in every):
+        return all(a == b for a, b in every)
+    return got.world_size == 1 or got.micro_batch == (got.global_batch or 0) // (got.world_size or 1)
+
+
+def _share_mesh(reference: Trace, got: Trace) -> bool:
+    """Tell whether both sides had the same ranks; of a mesh that one did not record, their number."""
+    return reference.world_size == got.world_size and (not reference.mesh or reference.mesh == got.mesh)
+
+
+def _are_bit_equal(dynamics: StepComparison) -> bool:
+    """Tell whether both sides had the same ranks, and every number of every step of the run was bit-equal."""
+    if len(dynamics.pairs) != len(dynamics.got.steps) or not _share_mesh(dynamics.reference, dynamics.got):
+        return False
+    for signal in SIGNALS:
+        found = [w for stage in ("step1", "steps") for w in dynamics.measure_deviations(stage, signal)]
+        if len(found) != len(dynamics.pairs) or any(w.deviation != 0 or w.left_out for w in found):
+            return False
+    return True
+
+
+def measure_after(dynamics: StepComparison) -> tuple[dict[str, dict[str, float]], list[str]]:
+    """Measure how far tensors are apart after the last step: ({name of a check: {name of a tensor: deviation}}, buffers
+    that differ but depend on who had which rows).
+
+    Weights and moments of tensors whose gradient is rounding noise are left out.
+    """
+    reference, got = dynamics.reference, dynamics.got
+    out: dict[str, dict[str, float]] = {n: {} for n in AFTER}
+    loose: list[str] = []
+    if _obstacle(reference, got) or dynamics.numbers_obstacle("step1"):
+        return out, loose
+    noise, updates = dynamics.noise_tensors(), [a.updates or b.updates for a, b in dynamics.pairs]
+    tied = [*reference.tied, *got.tied]
+    theirs, ours = reference.after, got.after
+    buffers = {*theirs["buffers"], *ours["buffers"]}
+    for n, (dtype, text) in ours["sketches"].items():
+        a, b = (decode_sketches(t, 1, "f8") for t in (theirs["sketches"].get(n, ("", ""))[1], text))
+        fqn = n.removeprefix("model.").removeprefix("optim.state.")
+        if a is None or b is None or is_step(n) or any(fqn == m or fqn.startswith(f"{m}.") for m in noise):
+            continue
+        size, apart = sketch_distance(a, 0 * a), sketch_distance(a, b)
+        apart = 0.0 if apart <= _EQUAL * size else apart
+        if n in buffers:
+            if apart and not _is_judged_buffer(n, dynamics):
+                loose.append(n)
+            else:
+                out["after.buffers"][n] = _ratio(apart, size)
+        elif n.startswith("optim."):
+            out["after.optimizer"][n] = _ratio(apart, size)
+        elif all(updates):
+            names = next((group for group in tied if fqn in group), [fqn])
+            moved = sum(max(of.get(name, 0.0) for name in names) for of in updates)
+            rounding = _SPACING.get(dtype, 2**-7) * size * math.sqrt(len(updates)) if moved else 0.0
+            out["after.weights"][n] = _ratio(max(0.0, apart - rounding), moved)
+    return out, loose
+
+
+def _ratio(apart: float, size: float) -> float:
+    """Return `apart` relative to `size`: 0 where it is 0, NaN where it is NaN, infinite where only `size` is 0."""
+    return 0.0 if apart == 0 else apart / size if size else math.inf
+
+
+def _is_judged_buffer(name: str, dynamics: StepComparison) -> bool:
+    """Tell whether a buffer that differs after the last step ought to be equal.
+
+    One of floating numbers that all of several ranks hold alike, though each had rows of its own, does not depend on
+    who had which. A counter that the job leaves as it is may be the training loop's.
+    """
+    theirs, ours = dynamics.reference.after, dynamics.got.after
+    floating = "float" in ours["sketches"][name][0]
+    if name in {*theirs["apart"], *ours["apart"]}:
+        # a recorded job went on with a copy for each rank, and a checkpoint has one of them
+        held = [t.state.get(name) for t in (dynamics.reference, dynamics.got)]
+        return held[0] == held[1] and _share_dealing(dynamics.reference, dynamics.got)
+    idle = ours.get("loaded", {}).get(name) == ours["sketches"][name][1]
+    if idle and not floating:
+        return False
+    if _share_dealing(dynamics.reference, dynamics.got):
+        return True
+    return floating and max(dynamics.reference.world_size or 1, dynamics.got.world_size or 1) > 1
+
+
+def check_after(dynamics: StepComparison, limits: Mapping[str, Bound]) -> list[Check]:
+    """Check what the job holds after the last step: weights, moments, buffers, counters, options, later rates.
+
+    Args:
+        dynamics: the two traces, step by step.
+        limits: the bounds of `AFTER`.
+    """
+    reference, got = dynamics.reference, dynamics.got
+    names = (*AFTER, "after.counters", "after.groups")
+    why = _obstacle(reference, got) or dynamics.numbers_obstacle("step1")
+    if why is not None:
+        out = [Check.unknown(n, why) for n in names]
+    else:
+        exact, (every, loose), steps = _are_bit_equal(dynamics), measure_after(dynamics), len(dynamics.pairs)
+        out = [_check_floating(n, every[n], limits[n], steps, exact) for n in AFTER]
+        if got.environment.get("as_stored") or got.environment.get("not_rounded"):
+            why = "tensors of another dtype in the files, as the profile allows, stay rounded"
+            out = [Check.unknown(n, why) for n in AFTER]
+        if loose and not any(c.name == "after.buffers" and c.verdict == "fail" for c in out):
+            text = (
+                f"{count_noun(len(loose), 'buffer')} that the two sides hold differently after the last step, since "
+                f"ranks had other rows or only the training loop changes them: {list_first(loose)}"
+            )
+            out = [*(c for c in out if c.name != "after.buffers"), Check.unknown("after.buffers", text)]
+        out += [_check_counters(reference, got), _check_groups(reference, got, limits["after.optimizer"], steps)]
+    return [*out, _check_schedule(reference, got)]
+
+
+def _check_floating(name: str, found: Mapping[str, float], bound: Bound, steps: int, exact: bool) -> Check:
+    """Check deviations {name of a tensor: deviation} after `steps` steps; with `exact` they must be 0."""
+    if why := None if exact else bound.obstacle():
+        return Check.unknown(name, why)
+    if not found and name == "after.weights":
+        return Check.unknown(name, "no side measured updates, by which weights are judged")
+    if not found:
+        return Check.of(name, True, f"no {_WORDS[name]} is compared after the last step", 0, 0, "exact")
+    worst = max(found, key=lambda n: math.inf if math.isnan(found[n]) else found[n])
+    most = 0.0 if exact else bound.at(0.0, steps)
+    what = count_noun(len(found), _WORDS[name]).replace("tensor of the optimizers", "tensors of the optimizer")
+    if found[worst] == 0:
+        return Check.of(name, True, f"{what}: equal after the last step", 0, most, "exact" if exact else bound.source)
+    of = "how far the steps moved it" if name == "after.weights" else "its norm"
+    text = f"{worst} deviates by {found[worst]:.2g} of {of} after the last step"
+    if (more := sum(not x <= most for x in found.values()) - 1) > 0:
+        text += f", and {more} more of the {what}"
+    if exact:
+        text += ", though all numbers of the steps are bit-equal"
+    source = "exact" if exact else bound.source
+    return Check.of(name, found[worst] <= most, text, found[worst], most, source, worst)
+
+
+def _check_counters(reference: Trace, got: Trace) -> Check:
+    """Check the numbers of steps that the optimizer has counted after the last step."""
+    name, theirs, ours = "after.counters", reference.after["scalars"], got.after["scalars"]
+    known = [n for n in theirs if n in ours and is_step(n)]
+    wrong = [f"{n} is {ours[n]:g} and was {theirs[n]:g}" for n in known if ours[n] != theirs[n]]
+    good = f"the same {count_noun(len(known), 'step count')} of the optimizer after the last step"
+    return Check.exact(name, wrong, good, "step counts of the optimizer differ after the last step")
+
+
+def _check_groups(reference: Trace, got: Trace, bound: Bound, steps: int) -> Check:
+    """Check the options of param groups after the last step, without the rates, which are those of a step to come.
+
+    Numbers that an optimizer computes from gradients may deviate as its tensors do.
+    """
+    name = "after.groups"
+    sides = [replace(t, groups=t.after["groups"]) for t in (reference, got)]
+    if not all(t.groups for t in sides):
+        return Check.unknown(name, "one side has no param groups after the last step")
+    found, _, _ = option_differences(*sides)
+    problems = []
+    for key, where in found.items():
+        for fqn, (a, b) in where.items():
+            numbers = isinstance(a, float) and isinstance(b, float)
+            if key == "lr" or (numbers and relative_deviation(b, a) <= bound.at(a, steps)):  # type: ignore[arg-type]
+                continue
+            problems.append(f"{key} is {b!r} and was {a!r} for {fqn}")
+            break
+    good = "the same options of param groups after the last step"
+    return Check.exact(name, problems, good, "options of param groups differ after the last step")
+
+
+def _check_schedule(reference: Trace, got: Trace) -> Check:
+    """Check the learning rates of the steps after the last one."""
+    name = "after.schedule"
+    if reference.scheduler is None and got.scheduler is None and "scheduler" not in reference.unrecorded:
+        return Check.of(name, True, "no scheduler on either side", 0, 0, "exact")
+    for trace, who in ((got, "this job"), (reference, "the reference")):
+        if not trace.schedule.get("curves"):
+            why = trace.schedule.get("skipped") or trace.unrecorded.get("schedule")
+            why = why or f"{who} has no scheduler that was stepped ahead"
+            return Check.unknown(name, f"rates of later steps: {why}")
+    theirs, ours = (read_rates(t.schedule) for t in (reference, got))
+    begin = max(reference.schedule["first"], got.schedule["first"])
+    rates = [
+        [column[begin - t.schedule["first"] :] for column in columns]
+        for t, columns in ((reference, theirs), (got, ours))
+    ]
+    lengths = [min(map(len, side), default=0) for side in rates]
+    if not min(lengths):
+        return Check.unknown(name, f"no rates of steps after {begin - 1} are known on both sides")
+    pairs = group_pairs(reference, got, len(rates[0]), len(rates[1]))
+    if not pairs:
+        return Check.unknown(name, "rates of later steps: the param groups of the two sides cannot be matched")
+    for k in range(min(lengths)):
+        for label, i, j in pairs:
+            a, b = rates[0][i][k], rates[1][j][k]
+            if not are_alike(a, b):
+                text = f"the learning rate will be {b!r} and was to be {a!r}, from step {begin + k} on, {label}"
+                number = relative_deviation(b, a)
+                return Check.of(name, False, text, number, 0, "exact", f"step {begin + k}, {label}")
+    stops = [t.schedule.get("stopped") for t in (reference, got)]
+    if lengths[0] != lengths[1] and any(stop and lengths[k] < lengths[1 - k] for k, stop in enumerate(stops)):
+        k = lengths.index(min(lengths))
+        who = ("the reference's", "this job's")[k]
+        text = f"{who} scheduler ends after step {begin + lengths[k] - 1} ({stops[k]}), the other goes on"
+        return Check.of(name, False, text, source="exact", where=f"step {begin + lengths[k]}")
+    return Check.of(
+        name, True, f"the same learning rates in the next {count_noun(min(lengths), 'step')}", 0, 0, "exact"
+    )

@@ -1,0 +1,158 @@
+"""What a job holds after its last step, and the learning rates that its scheduler would give it from there on.
+
+    read_state_after(model, optimizer, step)     a sketch of every tensor, values, param groups; no copies
+    walk_schedule(scheduler, groups, step)       the rates of the next 1,000 steps
+
+Faults that no step shows are seen here: buffers that training changes, such as running statistics, and a schedule that
+decays later than the steps that were run.
+"""
+
+from __future__ import annotations
+
+import base64
+import inspect
+import warnings
+import zlib
+from collections.abc import Callable, Mapping, Sequence
+from copy import deepcopy
+from typing import Any
+
+from .fingerprint import can_fingerprint
+from .live_facts import (
+    as_float,
+    collective_device,
+    dtype_name,
+    is_same_on_all_ranks,
+    named_state,
+    one_element_values,
+    optimizer_numbers,
+    plain_param_groups,
+)
+from .records import AfterRecord, ScheduleRecord
+from .sketches import sketch_tensors
+
+__all__ = ["copy_schedule", "needs_argument", "read_rates", "read_state_after", "sketch_buffers", "walk_schedule"]
+
+#: How many steps a scheduler is stepped ahead.
+_AHEAD = 1000
+
+
+def _named_buffers(model: Any) -> dict[str, Any]:
+    """Return {canonical name: buffer} of a model, with those that no checkpoint holds, except on the meta device."""
+    from ...index.fqns import strip_wrappers
+
+    found = {n: b for n, b in model.named_buffers() if b.device.type != "meta"}
+    clean = strip_wrappers(found)
+    return {f"model.{clean[n]}": b for n, b in found.items()}
+
+
+def sketch_buffers(model: Any) -> dict[str, str]:
+    """Return {canonical name: sketch} of the model's buffers. A collective."""
+    return sketch_tensors(_named_buffers(model), collective_device(model))[0]
+
+
+def read_state_after(model: Any, optimizer: Any, step: int) -> AfterRecord:
+    """Read what a job holds after a step: a sketch of every tensor, values, options. A collective.
+
+    `optimizer` is None if the job has none.
+    """
+    buffers = _named_buffers(model)
+    tensors = {n: t for n, t in {**named_state(model, optimizer), **buffers}.items() if can_fingerprint(t)}
+    if not is_same_on_all_ranks(list(tensors)):
+        return {}
+    sketches, apart = sketch_tensors(tensors, collective_device(model))
+    return {
+        "step": step,
+        "sketches": {n: (dtype_name(t), sketches[n]) for n, t in tensors.items()},
+        "buffers": [n for n in buffers if n in tensors],
+        "apart": apart,
+        "scalars": one_element_values(tensors) | ({} if optimizer is None else optimizer_numbers(model, optimizer)),
+        "groups": [] if optimizer is None else plain_param_groups(model, optimizer),
+    }
+
+
+# ------------------------------------------------------------------------------------------------------- the scheduler
+
+
+class _Follower:
+    """Stands for the optimizer of a scheduler's copy: param groups without parameters, and a step that does nothing."""
+
+    def __init__(self, optimizer: Any) -> None:
+        self.param_groups = [
+            {k: [] if k == "params" else deepcopy(v) for k, v in g.items()} for g in optimizer.param_groups
+        ]
+        self.defaults = dict(optimizer.defaults)
+        self.state: dict[Any, Any] = {}
+
+    def step(self) -> None:
+        """Do nothing."""
+
+
+def needs_argument(scheduler: Any) -> bool:
+    """Tell whether a scheduler's step() requires an argument: a metric, as ReduceLROnPlateau's does, or an epoch."""
+    needed = inspect.signature(scheduler.step).parameters.values()
+    return any(p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD) for p in needed)
+
+
+def copy_schedule(scheduler: Any, model: Any, optimizer: Any) -> tuple[Any, list[dict[str, Any]]] | str:
+    """Copy a scheduler so that its steps change nothing in the training: (the copy, its param groups), or why not.
+
+    Only schedulers of torch itself are copied, since others may hold anything; functions that they hold are shared.
+    """
+    if not type(scheduler).__module__.startswith("torch.optim."):
+        return f"{type(scheduler).__name__} is no scheduler of torch, so no copy of it was stepped ahead"
+    if needs_argument(scheduler):
+        return f"{type(scheduler).__name__} needs a metric for a step, so it was not stepped ahead"
+    follower = _Follower(optimizer)
+    memo: dict[int, Any] = {id(optimizer): follower, id(model): model}
+    return deepcopy(scheduler, memo), follower.param_groups
+
+
+def walk_schedule(
+    scheduler: Any, groups: Sequence[Mapping[str, Any]], step: int, tick: Callable[[], None] = lambda: None
+) -> ScheduleRecord:
+    """Step a scheduler ahead, and return the learning rates of the param groups `groups` on the way.
+
+    The rates of a scheduler that stops, as OneCycleLR does after its last step, are those until there.
+
+    Args:
+        step: the number of optimizer steps that were taken.
+        tick: called after every step.
+    """
+    every: list[list[float]] = []
+    stopped = None
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # that the optimizer makes no step
+        try:
+            for _ in range(_AHEAD):
+                every.append([as_float(g["lr"]) for g in groups])
+                scheduler.step()
+                tick()
+        except Exception as e:
+            stopped = f"{type(e).__name__}: {' '.join(str(e).split())}"
+    curves = [_pack(column) for column in zip(*every, strict=True)]
+    distinct = list(dict.fromkeys(curves))
+    out: ScheduleRecord = {"first": step + 1, "curves": distinct, "groups": [distinct.index(c) for c in curves]}
+    return out if stopped is None else {**out, "stopped": stopped}
+
+
+def _pack(rates: Sequence[float]) -> str:
+    """Return numbers as base64 of compressed float64."""
+    import numpy as np
+
+    return base64.b64encode(zlib.compress(np.asarray(rates, "<f8").tobytes())).decode()
+
+
+def read_rates(record: ScheduleRecord) -> list[list[float]]:
+    """Return the rates of each param group, one for each step from `first` on; [] if the record has none.
+
+    Raises:
+        ValueError: the record is damaged.
+    """
+    import numpy as np
+
+    try:
+        curves = [np.frombuffer(zlib.decompress(base64.b64decode(c)), "<f8").tolist() for c in record.get("curves", [])]
+        return [curves[k] for k in record.get("groups", [])]
+    except (zlib.error, IndexError) as e:
+        raise ValueError(f"no rates of a schedule: {e}") from None
