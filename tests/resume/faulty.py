@@ -246,7 +246,7 @@ FAULTS: dict[str, Fault] = {
 
 #: {fault: the first check that sees it without the state} in mixed precision, with the rows of a forward pass held.
 IN_BF16: dict[str, str | None] = {
-    "stale shard of a weight": PROBE, "weights rounded to bf16": "steps.loss", "weights rounded to fp16": PROBE,
+    "stale shard of a weight": PROBE, "weights rounded to bf16": "step1.update_direction", "weights rounded to fp16": PROBE,
     "an exponent bit of a weight": PROBE, "the last bit of a weight": None, "optimizer's step off by one": UPDATE,
     "shards of exp_avg exchanged": UPDATE, "moments rounded to bf16": UPDATE, "an exponent bit of exp_avg_sq": WORST,
     "weight decay 0.01": UPDATE, "eps 1e-6": UPDATE, "eps of the norms": PROBE, "gradients summed": "step1.grad_norm",

@@ -120,7 +120,7 @@ def walk_schedule(
         tick: called after every step.
     """
     every: list[list[float]] = []
-    stopped = None
+    stopped, groups = None, list(groups)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # that the optimizer makes no step
         try:
@@ -128,7 +128,7 @@ def walk_schedule(
                 every.append([as_float(g["lr"]) for g in groups])
                 scheduler.step()
                 tick()
-        except Exception as e:
+        except (Exception, SystemExit) as e:
             stopped = f"{type(e).__name__}: {' '.join(str(e).split())}"
     curves = [_pack(column) for column in zip(*every, strict=True)]
     distinct = list(dict.fromkeys(curves))
