@@ -31,7 +31,7 @@ from ckpttool.resume.compare.judge import ORDER, judge, judge_runs, measure_nois
 from ckpttool.resume.compare.verdict import Check, Report
 from ckpttool.resume.text import describe_changes
 from ckpttool.resume.trace.model import Step, Trace, trace_to_json
-from ckpttool.resume.trace.sketches import WIDE, encode_sketches
+from ckpttool.resume.trace.sketches import WIDE, decode_sketches, encode_sketches
 from ckpttool.resume.trace.state_after import walk_schedule
 
 LAYERS = 4
@@ -296,6 +296,60 @@ def test_with_the_shape_of_the_micro_batch_held_bf16_is_as_sharp_as_fp32() -> No
     assert failing(a, b) == set()
     a.micro_batch = b.micro_batch = None
     assert choose_column("strict", a, b) == "bf16"
+
+
+def rotated(trace: Trace, angle: float, step: int = 0, field: str = "update_sketches") -> Trace:
+    """The trace, with a tensor of a step rotated at the same norm."""
+    s = trace.steps[step]
+    rows = decode_sketches(getattr(s, field), len(FQNS))
+    assert rows is not None
+    aside = np.array(unit("aside"))
+    aside -= rows[3] * (aside @ rows[3]) / (rows[3] @ rows[3])
+    turned = rows[3] + angle * aside
+    rows[3] = turned * np.linalg.norm(rows[3]) / np.linalg.norm(turned)
+    setattr(s, field, encode_sketches(rows))
+    return trace
+
+
+def test_a_tensor_of_equal_norm_that_is_rotated_is_seen() -> None:
+    for field, name, angle in (("update_sketches", "update", 1e-4), ("grad_sketches", "grad", 3e-5)):
+        for step, stage, times in ((0, "step1", 1), (4, "steps", 20)):
+            found = one(f"{stage}.{name}_direction", job(), rotated(job(), angle * times, step, field))
+            assert found.verdict == "fail" and FQNS[3] in found.text, found
+            assert found.number == pytest.approx(angle * times, rel=0.3)
+            assert failing(job(), rotated(job(), angle * times, step, field)) == {found.name}
+    assert failing(job(), rotated(job(), 1e-6)) == set()
+
+
+def test_a_reference_of_an_earlier_recorder_is_judged_by_norms_and_the_report_says_so() -> None:
+    a = job(after={}, schedule={})
+    for s in a.steps:
+        s.grad_sketches = s.update_sketches = None
+    assert failing(a, rotated(job(), 1e-2)) == set()
+    for name in ("step1.grad_direction", "steps.update_direction"):
+        found = one(name, a, job())
+        assert found.verdict == "not comparable" and "this version's Recorder records it" in found.text
+    assert failing(a, scaled(job(), update=1e-3)) == {
+        f"{stage}.{name}" for stage in ("step1", "steps") for name in ("update_norm", "worst_update")
+    }
+
+
+@pytest.mark.parametrize("kind", ["weights", "optimizer", "buffers"])
+def test_what_is_left_after_the_steps_is_equal_on_the_same_ranks_and_within_a_bound_on_others(kind: str) -> None:
+    name = {"weights": f"model.{FQNS[2]}", "optimizer": f"optim.state.{FQNS[2]}.exp_avg", "buffers": "model.seen"}[kind]
+
+    def moved(by: float, **fields: Any) -> Trace:
+        out = job(**fields)
+        rows = decode_sketches(out.after["sketches"][name][1], 1, "f8")
+        assert rows is not None
+        out.after["sketches"][name] = ("float32", encode_sketches(rows + by * np.array([unit("by")]), "f8"))
+        return out
+
+    check = f"after.{kind}"
+    assert failing(job(), moved(1e-9)) == {check} and one(check, job(), moved(1e-9)).source == "exact"
+    assert "bit-equal" in one(check, job(), moved(1e-9)).text
+    assert failing(job(), moved(1e-9, world_size=3)) == set()
+    assert failing(job(), moved(0.1, world_size=3)) == {check}
 
 
 def test_tensors_whose_gradient_is_rounding_noise_raise_no_alarm() -> None:
