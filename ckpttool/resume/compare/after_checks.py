@@ -208,7 +208,8 @@ def _check_counters(reference: Trace, got: Trace) -> Check:
 
 
 def _check_groups(reference: Trace, got: Trace, bound: Bound, steps: int) -> Check:
-    """Check the options of param groups after the last step, without the rates, which are those of a step to come.
+    """Check the options of param groups after the last step that were equal before the first one. Rates are left out,
+    which are those of a step to come.
 
     Numbers that an optimizer computes from gradients may deviate as its tensors do.
     """
@@ -216,12 +217,14 @@ def _check_groups(reference: Trace, got: Trace, bound: Bound, steps: int) -> Che
     sides = [replace(t, groups=t.after["groups"]) for t in (reference, got)]
     if not all(t.groups for t in sides):
         return Check.unknown(name, "one side has no param groups after the last step")
+    before, _, _ = option_differences(reference, got)
+    most = bound.at(0.0, steps)
     found, _, _ = option_differences(*sides)
     problems = []
     for key, where in found.items():
         for fqn, (a, b) in where.items():
-            numbers = isinstance(a, float) and isinstance(b, float)
-            if key == "lr" or (numbers and relative_deviation(b, a) <= bound.at(a, steps)):  # type: ignore[arg-type]
+            computed = isinstance(a, float) and isinstance(b, float) and relative_deviation(b, a) <= most
+            if key == "lr" or fqn in before.get(key, ()) or computed:
                 continue
             problems.append(f"{key} is {b!r} and was {a!r} for {fqn}")
             break
