@@ -334,6 +334,17 @@ def run_script(text: str, desk: Path) -> None:
     assert done.returncode == 0, done.stdout + done.stderr
 
 
+@pytest.mark.live
+@pytest.mark.slow
+def test_the_smoke_test_of_its_page_passes_as_printed(desk: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    page = PAGES["how-to/smoke-test.md"]
+    (desk / "recipe.py").write_text(blocks(page, "py")[0])
+    monkeypatch.chdir(desk)
+    with one_at_a_time(), forked():
+        printed = run_here([line for line in command_lines(page) if "srun" not in line], desk, live=True)
+    assert not_as_printed(page, printed) == []
+
+
 #: The guide that begins so -> what the guide converts there, the ranks and the engine of the job that goes on.
 GUIDES = {
     "deepspeed -> fsdp2": ("zero3_w4", 3, "fsdp2"),

@@ -44,6 +44,10 @@ __all__ = ["resume_verify"]
         "Compare with what ckpttool.Recorder wrote in the original job",
         "ckpttool resume-verify zero3 --reference reference.jsonl --config llama --data tokens.npy",
     ),
+    (
+        "Smoke test of a recipe: train, save, resume at two world sizes, compare",
+        "ckpttool resume-verify --fresh --job recipe.py:build --world-size 2",
+    ),
     ("Your own job, and a report", "ckpttool resume-verify dcp3 --against run/ckpt --job job.py:build --report report"),
     exits=(*READING, 10, 11, 12, 13),
     meaning={
@@ -54,9 +58,9 @@ __all__ = ["resume_verify"]
 )
 @add_shared_options("only")
 def resume_verify(
-    src: Src,
     reading: OpenOptions,
     request: VerifyRequest,
+    src: Annotated[str | None, *Src.__metadata__] = None,
     latest: Latest = False,
     report: Annotated[
         str | None,
@@ -78,7 +82,7 @@ def resume_verify(
     quiet: Quiet = False,
 ) -> None:
     """Load a checkpoint into a live FSDP2 job and check that training continues as before; exit 10 if not, 12 if it
-    does not fit."""
+    does not fit. With --fresh, train a job from its start, save it, and check that it resumes from that."""
     from ..resume.ranks.torchrun import exit_together, is_rank_of_job, lasting_job
     from ..resume.report.files import write_reports
     from ..resume.report.terminal import render_terminal
@@ -90,11 +94,14 @@ def resume_verify(
         from ..engine.workers.local_worker import die_with_parent
 
         die_with_parent(os.getppid())  # however torchrun ends
-    src = find_newest(src, latest, quiet or as_json)
+    if src is not None:
+        src = find_newest(src, latest, quiet or as_json)
+    elif latest:
+        raise UsageError("--latest looks for the newest checkpoint below a folder: give that folder.")
     progress = _Progress(quiet)
     with lasting_job():
         try:
-            found = verify(replace(request, source=src, reading=reading, status=progress))
+            found = verify(replace(request, source=src or "", reading=reading, status=progress))
         finally:
             progress.close()
         if found is not None:  # None on other ranks than the first of a job that was started from outside

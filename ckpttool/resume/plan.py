@@ -27,12 +27,12 @@ from .request import RunSettings, VerifyRequest, parse_mesh
 from .trace.model import Trace, read_reference
 from .trace.records import NumericsRecord
 
-__all__ = ["RunPlan", "RunPlanner", "choose_device", "choose_mesh", "find_start_step"]
+__all__ = ["RunPlan", "RunPlanner", "choose_device", "choose_mesh", "choose_other_mesh", "find_start_step"]
 
 
 class RunPlan(NamedTuple):
-    """The runs by label ("reference", "noise", "candidate"), in order; and those that measure the noise, which are made
-    if the others leave it unsure what their numbers mean."""
+    """The runs by label ("reference", "noise", "candidate"; with --fresh also "repeat" and "second"), in order; and
+    those that measure the noise, which are made if the others leave it unsure what their numbers mean."""
 
     runs: dict[str, RunSettings]
     noise: dict[str, RunSettings]
@@ -59,7 +59,12 @@ class RunPlanner:
     """
 
     def __init__(
-        self, request: VerifyRequest, device: str, mesh: dict[str, int], open_scratch: Callable[[], str | None]
+        self,
+        request: VerifyRequest,
+        device: str,
+        mesh: dict[str, int],
+        open_scratch: Callable[[], str | None],
+        other_mesh: dict[str, int] | None = None,
     ) -> None:
         """Keep what `plan` needs.
 
@@ -67,8 +72,10 @@ class RunPlanner:
             device: "cuda" or "cpu".
             mesh: {dimension: ranks} of the candidate's job.
             open_scratch: called once by `plan`; returns the folder for the save of the round trip, or None.
+            other_mesh: {dimension: ranks} of the second resume of a fresh job; None for none.
         """
         self.request, self.device, self.mesh, self.open_scratch = request, device, mesh, open_scratch
+        self.other_mesh = other_mesh
         self.recorded: Trace | None = None
 
     def plan(self) -> RunPlan:
@@ -79,6 +86,8 @@ class RunPlanner:
                 the noise cannot be measured as asked. CkpttoolError: a checkpoint cannot be read.
         """
         request = self.request
+        if request.fresh:
+            return self._plan_fresh()
         source, original = self._look_at_checkpoints()
         # the same batches for both, even if the candidate has lost its step
         start = source.step if original is None else original.step
@@ -119,6 +128,30 @@ class RunPlanner:
             runs["reference"] = replace(runs["reference"], dtypes=dtypes)
             candidate = replace(candidate, dtypes=[] if request.reread else dtypes)
         return RunPlan({**runs, "candidate": candidate}, noise)
+
+    def _plan_fresh(self) -> RunPlan:
+        """Plan the runs of a fresh job: twice from its start, of which the first one saves, and those that resume from
+        that save.
+
+        Raises:
+            UsageError: there is no folder that all ranks share, or the noise cannot be measured as asked.
+        """
+        request, steps = self.request, self.request.fresh_steps
+        settings = self._make_settings(_Side("", request.reading, steps, None), steps, request.reading.config)
+        if settings.scratch is None:
+            raise UsageError(
+                f"{argument('fresh', True)} saves the job, and torchrun or srun may have started its ranks on several "
+                f"machines. Pass {argument('scratch')}, a folder that all of them share."
+            )
+        resumed = replace(settings, source=os.path.join(settings.scratch, "save"), round_trip=False)
+        reference = replace(resumed, fresh_steps=steps)
+        noise = self._plan_noise(resumed)
+        runs = {"reference": reference, "repeat": replace(reference, source=""), "candidate": resumed}
+        if request.calibrate:
+            runs |= noise
+        if self.other_mesh is not None:
+            runs["second"] = replace(resumed, mesh=self.other_mesh)
+        return RunPlan(runs, noise)
 
     def _look_at_checkpoints(self) -> tuple[_Side, _Side | None]:
         """Return what is known of the checkpoint and of the original that it is compared with, None without one. For
@@ -332,6 +365,30 @@ def choose_mesh(world_size: int | None, mesh: str | None, as_rank: bool, device:
             "them on the CPU, or start ckpttool with torchrun or srun to use several nodes."
         )
     return dims
+
+
+def choose_other_mesh(mesh: dict[str, int], ranks: int | None, device: str, gpus: int) -> dict[str, int] | None:
+    """Choose the dimensions of a job's second resume, which is at another world size: {"dp_shard": S, ...}, with the
+    other dimensions of `mesh`. None where this machine has too few GPUs.
+
+    Args:
+        mesh: the dimensions of the job.
+        ranks: how many were asked for; None for one shard fewer, or two where there is one.
+        device, gpus: as for `choose_mesh`.
+
+    Raises:
+        UsageError: so many ranks cannot have these dimensions, or this machine has too few GPUs for them.
+    """
+    shards = mesh["dp_shard"]
+    rest = math.prod(mesh.values()) // shards
+    if ranks is not None and ranks % rest:
+        raise UsageError(f"{argument('resume_world_size', ranks)} is not a multiple of the {rest} ranks of a shard.")
+    other = {**mesh, "dp_shard": shards - 1 or 2 if ranks is None else ranks // rest}
+    if device == "cpu" or math.prod(other.values()) <= gpus:
+        return other
+    if ranks is not None:
+        raise UsageError(f"{argument('resume_world_size', ranks)}, but this machine has {count_noun(gpus, 'GPU')}.")
+    return None
 
 
 def _world_size_of_job() -> int:

@@ -62,6 +62,16 @@ class VerifyRequest:
         "Who loads the reference of --against: origin (torch, safetensors or DeepSpeed, which wrote it) or ckpttool.",
         "Reference",
     )
+    fresh: bool = option(
+        False,
+        "Smoke test of a job before a long run, without SOURCE: train from its start, save, go on, and resume from "
+        "that save.",
+        "Fresh",
+    )
+    fresh_steps: int = option(5, "Optimizer steps before that save.", "Fresh", least=1)
+    resume_world_size: int | None = option(
+        None, "Ranks of the second resume; by default one shard fewer, or two of one.", "Fresh", least=1
+    )
     job: str | None = option(
         None,
         "Your own job: a function that builds it. That file, and the modules beside it, run as your code.",
@@ -133,7 +143,7 @@ class VerifyRequest:
         flag="--updates/--no-updates",
     )
     scratch: str | os.PathLike[str] | None = option(
-        None, "Folder that all ranks share, for the save of --round-trip.", "Judgement", metavar="DIR"
+        None, "Folder that all ranks share, for the saves of --round-trip and --fresh.", "Judgement", metavar="DIR"
     )
     timeout: float = option(
         600.0,
@@ -165,6 +175,9 @@ class VerifyKeywords(ReadKeywords, total=False):
     against_python: str | os.PathLike[str] | None
     reference: str | os.PathLike[str] | None
     reference_loader: str
+    fresh: bool
+    fresh_steps: int
+    resume_world_size: int | None
     job: str | None
     world_size: int | None
     mesh: str | None
@@ -200,7 +213,7 @@ class VerifyKeywords(ReadKeywords, total=False):
     status: Status
 
 
-def make_request(source: str | os.PathLike[str], keywords: Mapping[str, Any]) -> VerifyRequest:
+def make_request(source: str | os.PathLike[str] | None, keywords: Mapping[str, Any]) -> VerifyRequest:
     """Make the request from the arguments of `resume_verify`; those about reading go into an `OpenOptions`.
 
     Raises:
@@ -208,7 +221,7 @@ def make_request(source: str | os.PathLike[str], keywords: Mapping[str, Any]) ->
     """
     reading = {n: x for n, x in keywords.items() if n in ReadKeywords.__annotations__}
     others = {n: x for n, x in keywords.items() if n not in reading}
-    return VerifyRequest(source=source, reading=OpenOptions(**reading), **others)
+    return VerifyRequest(source=source or "", reading=OpenOptions(**reading), **others)
 
 
 @dataclass(frozen=True)
@@ -217,15 +230,16 @@ class RunSettings:
 
     `reading` is how the checkpoint is opened. `mesh` is {"dp_replicate": R, "dp_shard": S, "tp": T}; its product is the
     world size. `job` is module.py:function, `config` a Hugging Face folder; one of the two is given. `start` is the
-    step of the checkpoint. `rates` {step: learning rate of each group} come from the reference, for jobs without a
-    scheduler. `micro_batch` is rows of one forward pass, `sequence` tokens of a row (None: what the data has). `probe`
-    are the rows of a recorded reference's probe, {"input_ids": rows of token ids}; {} without one. `module_prefix` is
-    what the names of the checkpoint begin with and those of the job's model do not. `scratch` is a folder for the save
-    of the round trip, that of rank 0 where they differ; None for none. `timeout` is for how many seconds a rank may
-    make no progress. `python` is the program that runs the ranks, None for that of the command. `dtypes` are those in
-    which every tensor gets a fingerprint as well, since the other side may have rounded it. `loader` is "origin" where
-    the checkpoint's own program reads it, as far as it can, and else "ckpttool". `flags` are the options of the
-    command, None where messages name arguments of Python.
+    step of the checkpoint. A run with `fresh_steps` loads nothing: it takes so many steps from the job's own start,
+    saves into the folder `source` ("" for no save), and goes on. `rates` {step: learning rate of each group} come from
+    the reference, for jobs without a scheduler. `micro_batch` is rows of one forward pass, `sequence` tokens of a row
+    (None: what the data has). `probe` are the rows of a recorded reference's probe, {"input_ids": rows of token ids};
+    {} without one. `module_prefix` is what the names of the checkpoint begin with and those of the job's model do not.
+    `scratch` is a folder for the save of the round trip, that of rank 0 where they differ; None for none. `timeout` is
+    for how many seconds a rank may make no progress. `python` is the program that runs the ranks, None for that of the
+    command. `dtypes` are those in which every tensor gets a fingerprint as well, since the other side may have rounded
+    it. `loader` is "origin" where the checkpoint's own program reads it, as far as it can, and else "ckpttool". `flags`
+    are the options of the command, None where messages name arguments of Python.
     """
 
     source: str
@@ -235,6 +249,7 @@ class RunSettings:
     job: str | None = None
     steps: int = 10
     start: int = 0
+    fresh_steps: int = 0
     data: str = "synthetic"
     seed: int = 0
     sequence: int | None = None

@@ -26,7 +26,7 @@ from .compare.judge import MEASURING, Judgement, judge_runs
 from .compare.verdict import Cause, Report
 from .job.user_job import check_config_exists, check_job_source
 from .job.watchdog import current_stage, enter_stage
-from .plan import RunPlanner, choose_device, choose_mesh
+from .plan import RunPlanner, choose_device, choose_mesh, choose_other_mesh
 from .ranks.interpreter import check_interpreter
 from .ranks.launch import launch_runs
 from .ranks.torchrun import is_lost_peer, is_rank_of_job, joined_job, watched_job
@@ -55,7 +55,7 @@ class Outcome(NamedTuple):
 
 
 @partial(list_keywords, others=(VerifyRequest,))
-def resume_verify(source: str | os.PathLike[str], **keywords: Unpack[VerifyKeywords]) -> Report | None:
+def resume_verify(source: str | os.PathLike[str] | None = None, **keywords: Unpack[VerifyKeywords]) -> Report | None:
     """Load a checkpoint into a live FSDP2 job, train some steps, and judge whether training goes on as before.
 
     >>> report = ckpttool.resume_verify("runs/new", against="runs/old", config="org/model")       # doctest: +SKIP
@@ -63,7 +63,7 @@ def resume_verify(source: str | os.PathLike[str], **keywords: Unpack[VerifyKeywo
     ('pass', 0)
 
     Args:
-        source: the checkpoint, in any layout.
+        source: the checkpoint, in any layout; None with `fresh`.
         against: the original checkpoint, in its own layout. It runs with the same batches and is the reference.
         against_python: the program of another Python, with a torch, a transformers and a trainer of its own, which runs
             the reference. Without `against`, the reference is `source` itself. It needs what ckpttool needs, and not
@@ -73,6 +73,11 @@ def resume_verify(source: str | os.PathLike[str], **keywords: Unpack[VerifyKeywo
         reference_loader: who loads `against` into its job. "origin": the reader of the program that wrote it, as far as
             there is one here (torch's dcp.load and torch.load, safetensors, DeepSpeed's conversion), so that a fault of
             ckpttool's loader is no fault of both sides; the report says who loaded what. "ckpttool": ckpttool's own.
+        fresh: take no checkpoint, but train the job from its start, save it, go on, and hold runs that resume from the
+            save against that. The job saves by the `save(folder, step)` that build() returns in its dict, or else by
+            dcp.save.
+        fresh_steps: how many steps to train before that save.
+        resume_world_size: ranks of the second run that resumes; by default one shard fewer, or two of one.
         config: folder or id of the Hugging Face model; the folder of the checkpoint if it has a config.json.
         job: "module.py:build", a function of yours that returns the model, and perhaps optimizer, scheduler, data and
             loss. Each rank runs it, with the folder of module.py first on sys.path.
@@ -99,7 +104,8 @@ def resume_verify(source: str | os.PathLike[str], **keywords: Unpack[VerifyKeywo
         reread: read the files a second time and compare them with what the job holds.
         round_trip: save after the first step, load again and compare.
         updates: measure the update of every tensor, for which each step keeps a copy of this rank's parameters.
-        scratch: a folder that all ranks share, for that save; a temporary one if all ranks are on this machine.
+        scratch: a folder that all ranks share, for that save and the one of `fresh`; a temporary one if all ranks are
+            on this machine.
         timeout: seconds without any progress of a rank, after which the job ends, with the name of the silent rank and
             its stack. A rank makes progress when it begins a stage or a micro-batch, or reads or writes 1 MiB.
             Collectives wait for a minute longer. Where torchrun or srun started this process, it ends with exit code
@@ -130,6 +136,7 @@ def verify(request: VerifyRequest) -> Report | None:
     as_rank = is_rank_of_job()
     device, gpus = choose_device(request.device)
     mesh = choose_mesh(request.world_size, request.mesh, as_rank, device, gpus)
+    other = choose_other_mesh(mesh, request.resume_world_size, device, gpus) if request.fresh and not as_rank else None
     with ExitStack() as stack:
         folder = stack.enter_context(temporary_workspace())
         if request.against_python is not None:
@@ -137,7 +144,7 @@ def verify(request: VerifyRequest) -> Report | None:
             check_interpreter(python, device, folder, request.timeout, transformers=job is None)
         # ranks on several machines share no folder unless they are given one
         shared = None if as_rank else folder
-        planner = RunPlanner(request, device, mesh, partial(_open_scratch, request, stack, shared))
+        planner = RunPlanner(request, device, mesh, partial(_open_scratch, request, stack, shared), other)
         outcome = run_as_rank(planner, folder) if as_rank else run_in_launches(planner, folder)
         return None if outcome is None else make_report(request, planner.recorded, outcome)
 
@@ -149,6 +156,7 @@ def check_request(request: VerifyRequest) -> None:
         UsageError: an argument makes no sense. MissingPackage: a package is needed that is not installed.
     """
     require_packages("resume-verify", "torch", *(() if request.job else ("transformers",)), "jinja2")
+    check_fresh(request)
     if request.against is not None and request.reference is not None:
         raise UsageError(f"{argument('against')} and {argument('reference')} are two references; give one.")
     if request.against_python is not None:
@@ -189,12 +197,45 @@ def _check_use_of_python(request: VerifyRequest) -> None:
         )
 
 
-def _open_scratch(request: VerifyRequest, stack: ExitStack, shared: str | None) -> str | None:
-    """Make a folder for the save of the round trip in `request.scratch`, and return it; `stack` removes it at its end.
+def check_fresh(request: VerifyRequest) -> None:
+    """Refuse a request that has both a checkpoint and `fresh`, or neither.
 
-    Without `scratch` or round trip, `shared` is returned: a folder that all ranks see, None for none.
+    Raises:
+        UsageError: that is so, or an option does not go with `fresh`, or needs it.
     """
-    if request.scratch is None or not request.round_trip:
+    fresh = argument("fresh", True)
+    if not request.fresh:
+        if not os.fspath(request.source):
+            raise UsageError(f"there is no checkpoint to verify. Give one, or {fresh} to train a job from its start.")
+        if request.resume_world_size is not None:
+            raise UsageError(f"{argument('resume_world_size', request.resume_world_size)} goes with {fresh}.")
+        return
+    if os.fspath(request.source):
+        raise UsageError(
+            f"{fresh} trains the job from its start and resumes from what it saves; it does not take a checkpoint "
+            f"({os.fspath(request.source)})."
+        )
+    for name in ("against", "against_python", "reference", "start_step", "against_world_size"):
+        if (value := getattr(request, name)) is not None:
+            raise UsageError(f"{argument(name, value)} does not go with {fresh}, whose own run is the reference.")
+    if request.job is None:
+        raise UsageError(f"{fresh} needs {argument('job')}: only your own job says what to train, and how.")
+    if request.fresh_steps < 1:
+        raise UsageError(f"{argument('fresh_steps', request.fresh_steps)}: must be at least 1.")
+    if request.resume_world_size is not None and is_rank_of_job():
+        raise UsageError(
+            f"{argument('resume_world_size', request.resume_world_size)}: the ranks of this job were started by "
+            "torchrun or srun. To resume at another world size, start ckpttool without, on one machine."
+        )
+
+
+def _open_scratch(request: VerifyRequest, stack: ExitStack, shared: str | None) -> str | None:
+    """Make a folder for the save of the round trip, or of a fresh job, in `request.scratch`, and return it; `stack`
+    removes it at its end.
+
+    Without `scratch` or a save, `shared` is returned: a folder that all ranks see, None for none.
+    """
+    if request.scratch is None or not (request.round_trip or request.fresh):
         return shared
     return stack.enter_context(temporary_workspace(os.fspath(request.scratch)))
 
@@ -341,6 +382,10 @@ def make_report(request: VerifyRequest, recorded: Trace | None, outcome: Outcome
     causes = _find_causes(request, reference, outcome) if judgement.failed else []
     not_verified = list_not_verified(reference, got, judgement.checks)
     numbers = compute_metrics(got, request.peak_tflops)
+    if request.fresh and reference is not None:
+        numbers["save_seconds"] = reference.roundtrip["save_seconds"]
+        if "second" not in traces:
+            not_verified.append(_explain_no_second())
     gates = check_gates(
         got,
         numbers,
@@ -360,8 +405,19 @@ def make_report(request: VerifyRequest, recorded: Trace | None, outcome: Outcome
         metrics=numbers,
         versions={"ckpttool": __version__, "python": sys.version.split()[0]},
         not_verified=not_verified,
+        second=traces.get("second"),
         time=datetime.now(UTC).isoformat(timespec="seconds"),
     )
+
+
+def _explain_no_second() -> str:
+    """Return a sentence that says why a fresh job was not resumed at another world size."""
+    if is_rank_of_job():
+        return (
+            "a resume at another world size, and one in new processes: torchrun or srun started this job; run ckpttool "
+            "without them, on one machine"
+        )
+    return "a resume at another world size: this machine has too few GPUs"
 
 
 def _find_causes(request: VerifyRequest, reference: Trace | None, outcome: Outcome) -> list[Cause]:
@@ -373,12 +429,19 @@ def _find_causes(request: VerifyRequest, reference: Trace | None, outcome: Outco
     from .diagnosis.kinds import CauseKind
 
     got, checks = outcome.traces["candidate"], outcome.judgement.checks
+    if request.fresh:
+        # what fails at another world size alone has its cause there, and the checks of the smoke test say it themselves
+        checks = [c for c in checks if not c.name.startswith(("at", "fresh."))]
+        if all(c.verdict != "fail" for c in checks) and "second" in outcome.traces:
+            got, checks = outcome.traces["second"], [*outcome.judgement.second]
+        if all(c.verdict != "fail" for c in checks):
+            return []
     if does_not_fit(reference, got):
         return [Cause(CauseKind.DOES_NOT_FIT.label, describe_misfit(got), [str(got.failed)])]
     sides = (reference, got)
     if reference is not None and request.strictness == "relaxed":
         sides = in_stored_dtypes(reference, got)
-    if "reference" not in outcome.runs:
+    if "reference" not in outcome.runs or request.fresh:
         return find_causes(*sides, checks)
     with ExitStack() as stack:
         original, candidate = (

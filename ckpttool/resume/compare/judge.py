@@ -13,11 +13,13 @@ last two kinds are run, and those checks of the state that need none.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import NamedTuple
 
 from ..trace.model import Trace
-from . import after_checks, run_checks, state_checks
+from . import after_checks, fresh_checks, run_checks, state_checks
 from . import bounds as table
 from .bounds import SIGNALS
 from .differences import in_stored_dtypes
@@ -26,7 +28,7 @@ from .verdict import Check
 
 __all__ = ["MEASURING", "ORDER", "Judgement", "judge", "judge_runs", "measure_noise"]
 
-#: The names of all checks.
+#: The names of all checks of a run by a reference.
 ORDER = (
     "state.loaded",
     "state.plausible",
@@ -69,19 +71,22 @@ ORDER = (
 #: The status before a run that nobody asked for.
 MEASURING = "nothing but updates and numbers of later steps fails, so the noise of this job is measured"
 
-_LATER = ("steps", "after the steps")
+_LATER = ("steps.", "after.")
 _UPDATES = ("step1.update_norm", "step1.worst_update", "step1.update_direction")
+_OTHER_RANKS = re.compile(r"^at\d+\.")
 
 
 class Judgement(NamedTuple):
     """The checks in order, the bound of each common step for loss, grad_norm and update_norm (`Report.envelope`), the
     noise of the job by check if that was measured, and whether the job draws random numbers that depend on its
-    micro-batches."""
+    micro-batches. `second` are the checks of the second resume of --fresh by their usual names; `checks` has them, too.
+    """
 
     checks: list[Check]
     envelope: dict[str, list[float]]
     noise: Mapping[str, float] | None
     random: bool
+    second: Sequence[Check] = ()
 
     @property
     def failed(self) -> list[Check]:
@@ -97,15 +102,17 @@ class Judgement(NamedTuple):
         Adagrad makes full-size updates of rounding noise.
         """
         failed = self.failed
-        numbers = (c.source in ("measured", "given") and (c.stage in _LATER or c.name in _UPDATES) for c in failed)
-        return self.noise is None and bool(failed) and not self.random and all(numbers)
+        names = (_OTHER_RANKS.sub("", c.name) for c in failed if c.source in ("measured", "given"))
+        numbers = [n.startswith(_LATER) or n in _UPDATES for n in names]
+        return self.noise is None and bool(failed) and not self.random and len(numbers) == len(failed) and all(numbers)
 
 
 def judge_runs(traces: Mapping[str, Trace], recorded: Trace | None, profile: str) -> Judgement:
     """Judge the run "candidate" by the run "reference", or else by the recorded reference.
 
     Args:
-        traces: {"candidate": trace, ...}; "noise" is a second run of the reference, which measures the noise.
+        traces: {"candidate": trace, ...}; "noise" is a second run of the reference, which measures the noise. If there
+            is a "repeat", they are those of a fresh job (fresh_checks.py).
         recorded: the recorded reference; None if there is none.
         profile: a key of `bounds.PROFILES`.
 
@@ -116,7 +123,38 @@ def judge_runs(traces: Mapping[str, Trace], recorded: Trace | None, profile: str
     noise: dict[str, float] | None = None
     if "noise" in traces:
         noise = measure_noise(got if recorded is not None else traces.get("reference", got), traces["noise"])
+    if "repeat" in traces:
+        return _judge_fresh(traces, profile, noise)
     return judge(reference, got, profile, noise)
+
+
+def _judge_fresh(traces: Mapping[str, Trace], profile: str, noise: Mapping[str, float] | None) -> Judgement:
+    """Judge a fresh job: its first run, and the runs that resume from its save by that.
+
+    Args:
+        traces: those of the runs by label.
+        profile: a key of `bounds.PROFILES`.
+        noise: what `measure_noise` gave for other micro-batches; None if it was not measured. Where the job does not
+            compute the same numbers twice, that noise is added, of as many steps as are judged.
+    """
+    run, repeat, got = (traces[k] for k in ("reference", "repeat", "candidate"))
+    own = fresh_checks.check_fresh_run(run, repeat, got)
+    repeats = all(c.verdict != "not comparable" for c in own if c.name == "fresh.repeat")
+    if not repeats:
+        a, b = (replace(t, steps=t.steps[: len(got.steps)]) for t in (run, repeat))
+        found = measure_noise(a, b)
+        noise = {n: max(x.get(n, 0.0) for x in (found, noise or {})) for n in found.keys() | (noise or {}).keys()}
+    first = judge(run, got, profile, noise)
+    second = judge(run, traces["second"], profile, noise).checks if "second" in traces else []
+    every = [
+        *own,
+        fresh_checks.check_bit_equality(run, got, repeats),
+        *first.checks,
+        *(fresh_checks.at_other_ranks(second, traces["second"]) if second else ()),
+    ]
+    # a round trip is what the whole run is
+    checks = [c for c in every if not c.name.endswith("roundtrip.state")]
+    return Judgement(checks, first.envelope, noise, first.random, second)
 
 
 def judge(

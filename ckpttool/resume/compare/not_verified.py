@@ -13,7 +13,7 @@ from collections.abc import Iterator, Sequence
 
 from ...printable import count_noun, list_first
 from ..text import escape_unprintable, fqn_of
-from ..trace.model import Trace
+from ..trace.model import LIVE, Trace
 from .differences import ignored_config_keys, ignored_options
 from .side_state_differences import compare_side_state, is_recording, side_state_of
 from .verdict import Check
@@ -44,7 +44,8 @@ def list_not_verified(reference: Trace | None, got: Trace, checks: Sequence[Chec
     """
     if got.failed is not None:
         return ["everything after loading: the checkpoint could not be loaded", *_unread_files(got)]
-    out = [*_same_job(reference, got), *_switched_off(got), *_copies_not_saved(got), *_idle_scheduler(reference, got)]
+    out = [*_same_job(reference, got), *_not_run(reference), *_switched_off(got)]
+    out += [*_copies_not_saved(reference, got), *_idle_scheduler(reference, got)]
     out += [*_perhaps_lost(reference, got, checks), *_unused_state(reference, got)]
     out += [*_unread_files(got), *_partly_compared(reference, got), *_checks_not_judged(checks)]
     if reference is not None:
@@ -87,6 +88,17 @@ def _same_loader(reference: Trace) -> Iterator[str]:
         yield "faults of ckpttool's loader: it loaded both sides, as asked"
 
 
+def _not_run(reference: Trace | None) -> Iterator[str]:
+    """Yield sentences about the parts of a job's own program that took no part, where it was trained from its start."""
+    if reference is not None and reference.layout == LIVE:
+        yield (
+            "the job's own training loop, the order in which its data loader gives rows, and its code that loads a "
+            "checkpoint: only what build() returns took part"
+        )
+        if not reference.roundtrip.get("own"):
+            yield "the job's own code that saves a checkpoint: build() returns no save, so dcp.save wrote it"
+
+
 def _switched_off(got: Trace) -> Iterator[str]:
     """Yield sentences about the randomness of the forward pass that did not take part."""
     if got.dropout_off:
@@ -97,9 +109,10 @@ def _switched_off(got: Trace) -> Iterator[str]:
         )
 
 
-def _copies_not_saved(got: Trace) -> Iterator[str]:
-    """Yield a sentence about the tensors whose copies the round trip, a save and a load, cannot vouch for."""
-    if apart := got.roundtrip.get("apart"):
+def _copies_not_saved(reference: Trace | None, got: Trace) -> Iterator[str]:
+    """Yield a sentence about the tensors whose copies a save and a load cannot vouch for."""
+    live = [n for n in reference.variants if n in got.state] if reference and reference.layout == LIVE else []
+    if apart := live or got.roundtrip.get("apart"):
         yield (
             f"whether a save keeps every rank's own copy of {count_noun(len(apart), 'tensor')}, first "
             f"{escape_unprintable(apart[0])}: torch saves one copy"

@@ -53,7 +53,7 @@ def compare_logits(reference: Trace, got: Trace) -> tuple[float, float | None, f
     batches = [t.probe.get("batch") for t in (reference, got)]
     if None not in batches and batches[0] != batches[1]:
         return "the probes were made with different batches"
-    if why := job_obstacle(reference, got):
+    if why := job_obstacle(reference, got) or _copies_obstacle(reference, got):
         return why
     try:
         a, b = (np.load(f, mmap_mode="r", allow_pickle=False) for f in files)
@@ -88,15 +88,9 @@ def _compare_sketches(reference: Trace, got: Trace) -> tuple[float, None, None] 
     ours = got.probe.get("recorded") or {"skipped": "the run did not compute the logits of the recorded rows"}
     if "skipped" in ours:
         return f"this job could not compute the logits of the recorded rows: {ours['skipped']}"
-    if why := job_obstacle(reference, got):
+    if why := job_obstacle(reference, got) or _copies_obstacle(reference, got):
         return why
     theirs = reference.probe
-    for n in reference.variants.keys() & reference.state.keys() & got.state.keys():
-        if got.state[n][2] != reference.state[n][2]:
-            return (
-                f"the ranks of the recorded job held different copies of {n}, and the checkpoint has that of another "
-                "rank than the probe"
-            )
     if list(theirs["shape"]) != list(ours["shape"]):
         return f"the logits have shape {ours['shape']}, those of the reference {theirs['shape']}"
     if theirs["not_finite"] != ours["not_finite"]:
@@ -105,6 +99,17 @@ def _compare_sketches(reference: Trace, got: Trace) -> tuple[float, None, None] 
     apart = math.sqrt(sum((x - y) ** 2 for x, y in zip(a, b, strict=True)))
     size = math.sqrt(sum(x * x for x in a))
     return apart / size if size else math.inf if apart else 0.0, None, None
+
+
+def _copies_obstacle(reference: Trace, got: Trace) -> str | None:
+    """Return a text that says that the probes were computed with different ranks' copies of a tensor; None if not."""
+    for n in reference.variants.keys() & reference.state.keys() & got.state.keys():
+        if got.state[n][2] != reference.state[n][2]:
+            return (
+                f"the ranks of the reference's job held different copies of {n}, and the checkpoint has that of "
+                "another rank than the probe"
+            )
+    return None
 
 
 def _log_softmax(x: Any) -> Any:

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple, TypeGuard
 
 from ...layouts import program_of
-from ..trace.model import Trace
+from ..trace.model import LIVE, Trace
 from .differences import are_alike
 
 __all__ = [
@@ -21,6 +21,7 @@ __all__ = [
     "compare_side_state",
     "differences_from_files",
     "differences_from_reference",
+    "holds_live_state",
     "is_comparable",
     "is_recording",
     "side_state_of",
@@ -120,7 +121,7 @@ def compare_side_state(reference: Trace, got: Trace, component: str) -> SideStat
     """
     theirs, ours = side_state_of(reference, component), side_state_of(got, component)
     out = SideStateDiff(held=bool(ours))
-    if is_recording(reference) and (not theirs or reference.start != got.start):
+    if holds_live_state(reference) and (not theirs or reference.start != got.start):
         return (
             _compare_random_states(reference, ours, program_of(got.layout).saves_every_rng)
             if component == "rng" and reference.start == got.start
@@ -129,7 +130,7 @@ def compare_side_state(reference: Trace, got: Trace, component: str) -> SideStat
     for n, expected in theirs.items():
         if n not in ours:
             # a recording may hold functions that no checkpoint does
-            (out.missing if is_comparable(expected) or not is_recording(reference) else out.unknown).append(n)
+            (out.missing if is_comparable(expected) or not holds_live_state(reference) else out.unknown).append(n)
         elif not is_comparable(expected) or not is_comparable(ours[n]) or "" in (_digest(expected), _digest(ours[n])):
             out.unknown.append(n)
         else:
@@ -168,14 +169,16 @@ def differences_from_reference(reference: Trace, got: Trace) -> list[str]:
     out = []
     for name, expected in reference.held.items():
         component = name.partition(".")[0]
-        who = reference.loaders.get(component, "the reference")
+        where = f"where {reference.loaders.get(component, 'the reference')} loads it"
+        if reference.layout == LIVE:
+            where = "in the run without a pause"
         theirs, ours = (_stored_value(trace, _plain_name(name)) for trace in (reference, got))
         if component not in got.loaders or name.rpartition(".")[2] in _TRANSIENT or not _are_held_alike(theirs, ours):
             continue
         if name not in got.held:
-            out.append(f"{name} is not in the job, and is where {who} loads it")
+            out.append(f"{name} is not in the job, and is {where}")
         elif not _are_held_alike(expected, got.held[name]):
-            out.append(f"{name} is {got.held[name]!r}, and {expected!r} where {who} loads it")
+            out.append(f"{name} is {got.held[name]!r}, and {expected!r} {where}")
     return out
 
 
@@ -260,6 +263,11 @@ def _rank_in(name: str, kind: str) -> int | None:
 def is_recording(trace: Trace) -> bool:
     """Tell whether a trace comes from a Recorder, and not from a run of resume-verify on a checkpoint."""
     return trace.layout is None
+
+
+def holds_live_state(trace: Trace) -> bool:
+    """Tell whether the state beside model and optimizer in a trace is that of live objects, and not of a checkpoint."""
+    return trace.layout in (None, LIVE)
 
 
 def _digest(x: object) -> str | None:

@@ -13,7 +13,7 @@ from dataclasses import replace
 from ...index.names import step_count
 from ...printable import count_noun, list_first
 from ..text import describe_changes, fqn_of, slot_of
-from ..trace.model import Trace
+from ..trace.model import LIVE, Trace
 from .differences import (
     are_alike,
     config_differences,
@@ -34,7 +34,7 @@ from .side_state_differences import (
     compare_side_state,
     differences_from_files,
     differences_from_reference,
-    is_recording,
+    holds_live_state,
     side_state_of,
 )
 from .verdict import Check
@@ -314,7 +314,7 @@ def _check_component(reference: Trace, got: Trace, component: str) -> Check:
 
 def _explain_absent(reference: Trace, got: Trace, component: str, what: str) -> str:
     """Return a text that says why nothing of a component was compared; `what` is the component in words."""
-    if is_recording(reference):
+    if holds_live_state(reference):
         if reference.start != got.start:
             return f"the reference recorded {what} at step {reference.start}"
         if component == "rng" and reference.generators:
@@ -322,6 +322,8 @@ def _explain_absent(reference: Trace, got: Trace, component: str, what: str) -> 
                 "the checkpoint holds no random states, so that a job resumed from it draws other numbers than the "
                 "recorded one"
             )
+        if reference.layout == LIVE and component not in reference.unrecorded:
+            return f"build() gives nothing that has {what}"
         why = reference.unrecorded.get(component)
         return f"the reference did not record {what}" + (f" ({why})" if why else "")
     theirs, ours = side_state_of(reference, component), side_state_of(got, component)

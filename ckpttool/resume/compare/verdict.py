@@ -26,6 +26,7 @@ _STAGES = {
     "steps": "steps",
     "after": "after the steps",
     "run": "run",
+    "fresh": "smoke test",
     "roundtrip": "round trip",
     "gate": "gate",
 }
@@ -35,8 +36,8 @@ _STAGES = {
 class Check:
     """One check and its result.
 
-    `stage` is "state", "configuration", "probe", "step 1", "steps", "after the steps", "run",
-    "round trip" or "gate", in this order.
+    `stage` is "state", "configuration", "probe", "step 1", "steps", "after the steps", "run", "round trip" or "gate", in
+    this order; with --fresh also "smoke test", which comes first, and "at 3 ranks", of the second resume.
     `name` is unique in a report ("step1.update_norm"). `number` is what was found and `bound` the largest that passes
     (the smallest, for gates that begin with min); `source` says where the bound is from: "exact", "measured",
     "calibrated" or "given". `where` names the worst tensor or step. `text` is one sentence.
@@ -117,7 +118,8 @@ class Report:
     """The result of a run of resume-verify.
 
     `envelope` {"loss": [bound of each step], "grad_norm": [...], "update_norm": [...]}, relative to the reference, for
-    the steps that both traces have, in order. `calibrated` says whether the noise of this very job was measured.
+    the steps that both traces have, in order. `second` is the trace of the second resume of --fresh, None for none.
+    `calibrated` says whether the noise of this very job was measured.
     """
 
     candidate: Trace
@@ -130,6 +132,7 @@ class Report:
     metrics: dict[str, float] = field(default_factory=dict)  # gates.metrics: mfu, tokens_per_second, step_seconds, ...
     versions: dict[str, str] = field(default_factory=dict)  # of the launching process
     not_verified: list[str] = field(default_factory=list)  # unverified.unverified: what no check could see
+    second: Trace | None = None
     time: str = ""  # when it was judged, UTC, ISO 8601
 
     @property
@@ -173,6 +176,7 @@ class Report:
             "time": self.time,
             "candidate": trace_to_json(self.candidate),
             "reference": None if self.reference is None else trace_to_json(self.reference),
+            "second": None if self.second is None else trace_to_json(self.second),
         }
         out: dict[str, Any] = spell_non_finite(data)
         return out

@@ -8,8 +8,9 @@ Two ways to a job:
                 The class of the optimizer follows from the slots that the checkpoint has, its options from the
                 checkpoint's param groups.
     --job       module.py:build. The user's function gives (model, optimizer, scheduler, data) or fewer, or a dict of
-                those, and "loss" if the model has another one. It may ask for `mesh` and `device` by the names of its
-                parameters. A model without DTensors is sharded here; one that is sharded already is left as it is.
+                those, "loss" if the model has another one, and "save" for --fresh. It may ask for `mesh` and `device`
+                by the names of its parameters. A model without DTensors is sharded here; one that is sharded already is
+                left as it is.
 
 Parameters are created on the meta device, sharded, and only then given memory, so that no rank ever holds the whole
 model. Buffers that are in no checkpoint (rotary frequencies) are computed as the model is built.
@@ -48,9 +49,10 @@ class Job:
 
     `rank` and `world` are those of the data: ranks of one tensor-parallel group read the same rows. `scale` is what the
     sum of gradients must be multiplied with: 1, or the world size where a wrapper averages them. `dropout_off` is the
-    largest probability of a dropout that was switched off. `own_loss` is the loss of build(), None where there is none.
-    `copied_bytes` are those of the copy of this rank's parameters by which updates are measured, `peak_before_copies`
-    the peak memory (allocated, reserved) before the first copy.
+    largest probability of a dropout that was switched off. `own_loss` and `save` are the loss and the
+    save(folder, step) of build(), None where there is none. `copied_bytes` are those of the copy of this rank's
+    parameters by which updates are measured, `peak_before_copies` the peak memory (allocated, reserved) before the
+    first copy.
     """
 
     model: Any
@@ -68,6 +70,7 @@ class Job:
     random: bool = False
     copied_bytes: int = 0
     peak_before_copies: tuple[int, int] | None = None
+    save: Any = None
 
     @property
     def scheduler_waits(self) -> bool:
@@ -101,13 +104,15 @@ class OptimizerList(list[Any]):
             optimizer.zero_grad()
 
 
-def build_job(settings: RunSettings, opened: OpenCheckpoint) -> Job:
+def build_job(settings: RunSettings, opened: OpenCheckpoint | None) -> Job:
     """Build the job that the settings describe, on this rank, before anything is loaded. A collective.
 
-    `opened` is the checkpoint, whose dtypes, LoRA layers and optimizer a job of `config` gets.
+    `opened` is the checkpoint, whose dtypes, LoRA layers and optimizer a job of `config` gets; None for a job of the
+    user's own that is trained from its start.
 
     Raises:
-        UsageError: --config or --job do not give a job. Unsupported: the job needs what only --job can say.
+        UsageError: --config or --job do not give a job, or a job without a checkpoint has no initial weights or no
+            optimizer. Unsupported: the job needs what only --job can say.
             MissingPackage: peft is needed and not installed. Errors of the user's build() pass through.
     """
     from torch.distributed.device_mesh import init_device_mesh
@@ -116,13 +121,16 @@ def build_job(settings: RunSettings, opened: OpenCheckpoint) -> Job:
     mesh = init_device_mesh(settings.device, tuple(dims.values()), mesh_dim_names=tuple(dims))
     notes: list[str] = []
     optimizer: Any
-    scheduler = data = loss = None
+    scheduler = data = loss = save = None
     dropout_off = 0.0
     if settings.job is not None:
-        model, optimizer, scheduler, data, loss = call_build(settings, mesh)
+        model, optimizer, scheduler, data, loss, save = call_build(settings, mesh)
         model = _nest_under_prefix(model, settings)
         vocabulary = getattr(getattr(model, "config", None), "vocab_size", None)
+        if opened is None:
+            _check_can_start(model, optimizer)
     else:
+        assert opened is not None, "a config says nothing of an optimizer"
         model, dropout_off = _model_from_config(settings)
         with _parameters_on_meta():
             model = add_lora_layers(model, settings, opened)
@@ -144,7 +152,7 @@ def build_job(settings: RunSettings, opened: OpenCheckpoint) -> Job:
         _shard_model(model, mesh, settings)
     _materialise(model, settings)
     follows = optimizer is not None and (hasattr(optimizer, "param_groups") or not callable(optimizer))
-    if settings.job is None:
+    if settings.job is None and opened is not None:
         optimizer = _build_optimizer(model, opened.checkpoint, notes)
     elif optimizer is not None and not follows:
         optimizer = optimizer(model)
@@ -176,7 +184,24 @@ def build_job(settings: RunSettings, opened: OpenCheckpoint) -> Job:
         notes,
         dropout_off,
         loss,
+        save=save,
     )
+
+
+def _check_can_start(model: Any, optimizer: Any) -> None:
+    """Refuse what build() returned if nothing can be trained from its start with it.
+
+    Raises:
+        UsageError: a parameter is on the meta device, or there is no optimizer.
+    """
+    fresh = argument("fresh", True)
+    if (lost := next((n for n, p in model.named_parameters() if p.device.type == "meta"), None)) is not None:
+        raise UsageError(
+            f"{fresh} trains from the weights that build() gives, but {lost} is on the meta device, where it has none. "
+            "Initialise the weights in build(): on the CPU, or by fully_shard, to_empty and your own initialisation."
+        )
+    if optimizer is None:
+        raise UsageError(f"{fresh} trains the job, but build() returns no optimizer.")
 
 
 # ----------------------------------------------------------------------------------------------- where models come from

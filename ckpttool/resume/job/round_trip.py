@@ -22,6 +22,7 @@ from ..trace import fingerprint
 from ..trace.live_facts import collective_device, named_state, optimizer_numbers
 from ..trace.model import Trace
 from .build import Job
+from .saving import lacking_space
 from .watchdog import enter_stage
 
 __all__ = ["round_trip"]
@@ -104,7 +105,6 @@ def _choose_folder(settings: RunSettings, need: int) -> list[str | None]:
     none]."""
     if settings.scratch is None:
         return [None, f"{argument('scratch')} was not given, a folder that all ranks share"]
-    free = shutil.disk_usage(settings.scratch).free
-    if free < need * 1.1 + (64 << 20):
-        return [None, f"{settings.scratch} has {free / 1e9:.1f} GB free, {need / 1e9:.1f} GB are to be saved"]
+    if why := lacking_space(settings.scratch, need):
+        return [None, why]
     return [os.path.join(settings.scratch, f"ckpttool-round-trip-{uuid.uuid4().hex}"), None]

@@ -166,8 +166,9 @@ def _add_to_path(folder: str) -> None:
         sys.path.insert(0, folder)
 
 
-def call_build(settings: RunSettings, mesh: Any) -> tuple[Any, Any, Any, Any, Any]:
-    """Import and call the user's function: (model, optimizer, scheduler, data, loss); None for what it does not give.
+def call_build(settings: RunSettings, mesh: Any) -> tuple[Any, Any, Any, Any, Any, Any]:
+    """Import and call the user's function: (model, optimizer, scheduler, data, loss, save); None for what it does not
+    give. A tuple has no save.
 
     `mesh` is the DeviceMesh that it is offered.
 
@@ -203,7 +204,7 @@ def call_build(settings: RunSettings, mesh: Any) -> tuple[Any, Any, Any, Any, An
     ]
     _refuse_other_arguments(str(settings.job), name, [n for n in needed if n not in offers])
     given = build(**{k: v for k, v in offers.items() if k in asked})
-    parts = ("model", "optimizer", "scheduler", "data", "loss")
+    parts = ("model", "optimizer", "scheduler", "data", "loss", "save")
     if isinstance(given, Mapping):
         odd = set(given) - set(parts)
         if odd or "model" not in given:
@@ -212,11 +213,13 @@ def call_build(settings: RunSettings, mesh: Any) -> tuple[Any, Any, Any, Any, An
     else:
         out = [*(given if isinstance(given, tuple) else (given,))]
         if not 1 <= len(out) <= 5:
-            raise UsageError(f"{said}: returned {len(out)} values; expected {', '.join(parts)}.")
-        out += [None] * (5 - len(out))
+            raise UsageError(f"{said}: returned {len(out)} values; expected {', '.join(parts[:5])}.")
+        out += [None] * (6 - len(out))
     if not hasattr(out[0], "named_parameters"):
         raise UsageError(f"{said}: the model is a {type(out[0]).__name__}, not a torch.nn.Module.")
-    return out[0], out[1], out[2], out[3], out[4]
+    if out[5] is not None and not callable(out[5]):
+        raise UsageError(f"{said}: the save is a {type(out[5]).__name__}, not a function save(folder, step).")
+    return out[0], out[1], out[2], out[3], out[4], out[5]
 
 
 def check_batches_fit_model(model: Any, loss: Callable[..., Any] | None, rows: Rows, vocabulary: int | None) -> None:

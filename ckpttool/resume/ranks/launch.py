@@ -37,7 +37,8 @@ _PATIENCE = 20.0  # seconds for killed processes to end
 def launch_runs(plan: Mapping[str, RunSettings], folder: str, status: Status) -> dict[str, Trace]:
     """Make runs on ranks of this machine, one after the other, and return {label: trace}.
 
-    Consecutive runs with the same world size and Python share a launch, the processes of all ranks.
+    Consecutive runs with the same world size and Python share a launch, the processes of all ranks; but no run that
+    resumes shares one with a run that trains from the start.
 
     Args:
         plan: {label: settings of a run}.
@@ -52,9 +53,9 @@ def launch_runs(plan: Mapping[str, RunSettings], folder: str, status: Status) ->
     waiting = list(plan.items())
     number = 0
     while waiting:
-        world, python = waiting[0][1].world_size, waiting[0][1].python
+        world, kind = waiting[0][1].world_size, _process_kind(waiting[0][1])
         together = []
-        while waiting and (waiting[0][1].world_size, waiting[0][1].python) == (world, python):
+        while waiting and _process_kind(waiting[0][1]) == kind:
             together.append(waiting.pop(0))
         inner = os.path.join(folder, f"launch-{number}")
         number += 1
@@ -77,6 +78,11 @@ def launch_runs(plan: Mapping[str, RunSettings], folder: str, status: Status) ->
                     )
                 out[label] = read_trace(trace)
     return out
+
+
+def _process_kind(settings: RunSettings) -> tuple[int, str | None, bool]:
+    """Return what runs that share the processes of a launch have in common."""
+    return settings.world_size, settings.python, bool(settings.fresh_steps)
 
 
 def run_ranks(folder: str, world: int, settings: RunSettings, status: Status) -> None:

@@ -3,7 +3,8 @@
     run_job(settings, probe_file, status) -> Trace on rank 0, None elsewhere
 
 The state is fingerprinted before the first forward pass, and the probe comes before the first update. After the first
-step, the job is saved, overwritten with garbage and loaded again (`round_trip`), and training continues.
+step, the job is saved, overwritten with garbage and loaded again (`round_trip`), and training continues. A job that is
+trained from its start loads nothing: it takes some steps, is saved, and goes on.
 
 `python -m ckpttool.resume.ranks.worker FOLDER PARENT` is what the command starts: it reads the settings of all runs
 from FOLDER/runs.json and leaves trace-<i>.json, or error-<rank>.json, and beat-<rank>.json while it runs. It ends with
@@ -21,6 +22,7 @@ import sys
 import time
 from collections.abc import Mapping
 from contextlib import nullcontext, suppress
+from dataclasses import replace
 from typing import Any, NoReturn
 
 from ...engine.opening import OpenCheckpoint
@@ -36,6 +38,7 @@ from ..compare import misfit
 from ..job.build import Job, build_job
 from ..job.origin import OriginLoad, find_origin
 from ..job.round_trip import round_trip
+from ..job.saving import save_job
 from ..job.training import measure_memory, measure_probe, measure_recorded_probe, train_step
 from ..job.user_job import check_batches_fit_model
 from ..job.watchdog import Beat, beat_to_json, enter_stage, publishing_beats, report_progress, write_stages_to
@@ -57,9 +60,10 @@ from ..trace.live_facts import (
     plain_param_groups,
     tied_names,
 )
-from ..trace.model import OF_BUILD, Trace, trace_to_json
+from ..trace.model import LIVE, OF_BUILD, Trace, trace_to_json
 from ..trace.numerics import name_missing_kernel, use_numerics, use_recorded_buffers
-from ..trace.records import LoadCostRecord
+from ..trace.recorded_state import gather_side_state
+from ..trace.records import LoadCostRecord, RoundTripRecord
 from ..trace.side_state import collect_side_state
 from ..trace.state_after import read_state_after, sketch_buffers, walk_schedule
 from .torchrun import exit_process, is_lost_peer, joined_job
@@ -71,7 +75,8 @@ _IN_JOB = ("model", "optim")
 
 
 def run_job(settings: RunSettings, probe_file: str, status: Status) -> Trace | None:
-    """Load one checkpoint into one job, train some steps, and return the trace on rank 0; None on others. A collective.
+    """Make a run: load a checkpoint into a job, or train the job from its start, then train some steps, and return the
+    trace on rank 0; None on others. A collective.
 
     Args:
         probe_file: .npy that the logits of the probe are written to.
@@ -89,14 +94,69 @@ def run_job(settings: RunSettings, probe_file: str, status: Status) -> Trace | N
         enter_stage(stage)
 
     torch.manual_seed(settings.seed)
-    enter_stage(f"reading the index of {settings.source}")
     use_numerics(settings.deterministic, settings.numerics)
+    out = (_train_fresh if settings.fresh_steps else _resume)(settings, probe_file, status, begin)
+    # the next run of this launch needs the memory
+    gc.collect()
+    if settings.device == "cuda":
+        torch.cuda.empty_cache()
+    return out if dist.get_rank() == 0 else None
+
+
+def _train_fresh(settings: RunSettings, probe_file: str, status: Status, begin: Status) -> Trace:
+    """Train a job from its start, save it, and go on; return the trace, whose state is that of the save. A collective.
+
+    Args:
+        probe_file, status: as for `run_job`.
+        begin: called with each stage.
+    """
+    import torch
+
+    begin("building the model")
+    job = build_job(settings, None)
+    out = _begin_trace(settings, job)
+    out.source, out.layout = "the job, from its start", LIVE
+    rows, out.sequence = _open_rows(settings, job)
+    if settings.keep_dropout:  # ranks draw different numbers, as in a training
+        torch.manual_seed(settings.seed + job.rank)
+    last = settings.fresh_steps
+    with name_missing_kernel():
+        for step in range(1, last + 1):
+            out.steps.append(train_step(job, rows, step, replace(settings, start=0, steps=last)))
+            status(f"step {step} of {last} before the save: loss {out.steps[-1].loss:.6g}")
+    begin("looking at what the job holds")
+    apart = _fingerprint_job(job, True, out)
+    held = gather_side_state(
+        {} if job.scheduler is None else {"scheduler": job.scheduler}, collective_device(job.model)
+    )
+    for name, found in held.items():
+        setattr(out, name, found)
+    # a save has one rank's copy of these
+    out.variants |= fingerprint.fingerprint_each_rank(apart)
+    out.scalars = {n: x for n, x in out.scalars.items() if n not in apart}
+    saved: RoundTripRecord = {}
+    if settings.source:
+        begin("saving the job")
+        saved = save_job(job, settings, last)
+    out.after = {"loaded": sketch_buffers(job.model)}
+    return replace(_train(job, rows, settings, probe_file, out, status, begin), roundtrip=saved)
+
+
+def _resume(settings: RunSettings, probe_file: str, status: Status, begin: Status) -> Trace:
+    """Load a checkpoint into a job, and train some steps; return the trace. A collective.
+
+    Args:
+        probe_file, status: as for `run_job`.
+        begin: called with each stage.
+    """
+    enter_stage(f"reading the index of {settings.source}")
     opened, problem = look_together(settings.source, settings.reading)
     with opened:
         begin("building the model")
         job = build_job(settings, opened)
         job.notes.extend(use_recorded_buffers(job.model, settings.buffers))
-        out = _begin_trace(settings, job, opened)
+        out = _begin_trace(settings, job)
+        _note_checkpoint(opened, out)
         rows, out.sequence = _open_rows(settings, job)
         trained = _has_optimizer_state(job, opened, out)
         begin(f"loading {settings.source}")
@@ -104,12 +164,19 @@ def run_job(settings: RunSettings, probe_file: str, status: Status) -> Trace | N
         if out.failed is not None:
             tensors = opened.checkpoint.tensors
             out.state = {n: (t.dtype, t.shape, "") for n, t in tensors.items() if t.component in _IN_JOB}
-            return out if dist.get_rank() == 0 else None
+            return out
         # before the first forward pass
         begin("comparing what the job holds with the files")
         _fingerprint_state(job, trained, opened, settings, out, status)
         _restore_rng(settings, opened, out)
         out.after = {"loaded": sketch_buffers(job.model)}
+    return _train(job, rows, settings, probe_file, out, status, begin)
+
+
+def _train(
+    job: Job, rows: batches.Rows, settings: RunSettings, probe_file: str, out: Trace, status: Status, begin: Status
+) -> Trace:
+    """Probe a job, train the steps after `settings.start`, and return the trace `out` with both. A collective."""
     begin("probing")
     with name_missing_kernel():
         measure_probe(job, rows, settings, probe_file, out)
@@ -122,29 +189,20 @@ def run_job(settings: RunSettings, probe_file: str, status: Status) -> Trace | N
         _look_after_last_step(job, settings, out)
     if any(gather_objects(job.random)):
         out.environment["random"] = "restored" if settings.keep_dropout else "seeded"
-    # the next run of this launch needs the memory
-    del job
-    gc.collect()
-    if settings.device == "cuda":
-        torch.cuda.empty_cache()
-    return out if dist.get_rank() == 0 else None
+    return out
 
 
-def _begin_trace(settings: RunSettings, job: Job, opened: OpenCheckpoint) -> Trace:
+def _begin_trace(settings: RunSettings, job: Job) -> Trace:
     """Return the trace of a run with what is known before anything is loaded."""
     import torch.distributed as dist
 
-    ckpt = opened.checkpoint
     environment = describe_environment(settings.device)
     environment["deterministic"] = settings.deterministic
     environment["compile"] = settings.compile
     environment["scheduler_waits"] = job.scheduler_waits
     environment["dropout_probabilities"] = sorted({p for _, _, p in list_dropouts(job.model) if p > 0})
-    # extra states of modules, too, since they are not loaded
-    side = collect_side_state({v.path: v.data for v in ckpt.values.values() if v.path[0] != "optim"})
     return Trace(
         source=settings.source,
-        layout=opened.layout.name,
         start=settings.start,
         world_size=dist.get_world_size(),
         mesh=settings.mesh,
@@ -159,15 +217,23 @@ def _begin_trace(settings: RunSettings, job: Job, opened: OpenCheckpoint) -> Tra
         parameters=sum(p.numel() for p in job.model.parameters()),
         tied=tied_names(job.model),
         config=model_config(job.model),
-        notes=[*ckpt.notes, *job.notes],
+        notes=[*job.notes],
         environment=environment,
         dropout_off=job.dropout_off,
         recipe=settings.job or settings.config,
         scheduler=None if job.scheduler is None else type(job.scheduler).__name__,
-        unread=[(u.name, u.component) for u in ckpt.unread if u.component],
-        values=side.values,
-        others=side.others,
     )
+
+
+def _note_checkpoint(opened: OpenCheckpoint, out: Trace) -> None:
+    """Put what is known of the checkpoint before it is loaded into the trace `out`."""
+    ckpt = opened.checkpoint
+    out.layout = opened.layout.name
+    out.notes = [*ckpt.notes, *out.notes]
+    out.unread = [(u.name, u.component) for u in ckpt.unread if u.component]
+    # extra states of modules, too, since they are not loaded
+    side = collect_side_state({v.path: v.data for v in ckpt.values.values() if v.path[0] != "optim"})
+    out.values, out.others = side.values, side.others
 
 
 def _has_optimizer_state(job: Job, opened: OpenCheckpoint, out: Trace) -> bool:
@@ -356,6 +422,24 @@ def _try_readers(origin: OriginLoad) -> str | None:
     return next((" ".join(text.split())[:300] for text in gather_objects(why) if text is not None), None)
 
 
+def _fingerprint_job(job: Job, trained: bool, out: Trace) -> dict[str, Any]:
+    """Put the fingerprints of what the job holds into the trace `out`; return {name: tensor} of those of which ranks
+    hold different copies. A collective.
+
+    `trained` is whether to take the optimizer's state, too.
+    """
+    device = collective_device(job.model)
+    tensors = named_state(job.model, job.optimizer if trained else None)
+    prints, apart = fingerprint.fingerprint_tensors(tensors, device)
+    out.state = {n: (dtype_name(t), tuple(t.shape), prints[n]) for n, t in tensors.items()}
+    out.scalars = one_element_values(tensors) | (optimizer_numbers(job.model, job.optimizer) if trained else {})
+    low = {n: p for n, p in named_parameters(job.model).items() if p.is_floating_point() and p.element_size() == 2}
+    out.quanta = fingerprint.global_norms(low, device, fingerprint.spacing_16bit)
+    out.groups = [] if job.optimizer is None else plain_param_groups(job.model, job.optimizer)
+    out.held = held_values(job.model, job.scheduler if trained else None)
+    return {n: tensors[n] for n in apart}
+
+
 def _fingerprint_state(
     job: Job, trained: bool, opened: OpenCheckpoint, settings: RunSettings, out: Trace, status: Status
 ) -> None:
@@ -370,14 +454,7 @@ def _fingerprint_state(
 
     device = collective_device(job.model)
     tensors = named_state(job.model, job.optimizer if trained else None)
-    prints, apart = fingerprint.fingerprint_tensors(tensors, device)
-    out.state = {n: (dtype_name(t), tuple(t.shape), prints[n]) for n, t in tensors.items()}
-    out.scalars = one_element_values(tensors) | (optimizer_numbers(job.model, job.optimizer) if trained else {})
-    low = {n: p for n, p in named_parameters(job.model).items() if p.is_floating_point() and p.element_size() == 2}
-    out.quanta = fingerprint.global_norms(low, device, fingerprint.spacing_16bit)
-    out.groups = [] if job.optimizer is None else plain_param_groups(job.model, job.optimizer)
-    out.held = held_values(job.model, job.scheduler if trained else None)
-    if apart:
+    if apart := list(_fingerprint_job(job, trained, out)):
         out.notes.append(
             f"copies on several ranks are not equal, of {count_noun(len(apart), 'tensor')}, first {apart[0]}"
         )

@@ -22,7 +22,7 @@ from ..compare.misfit import describe_misfit
 from ..compare.side_state_differences import is_recording
 from ..compare.verdict import Check, Report
 from ..text import escape_unprintable, format_number
-from ..trace.model import OF_BUILD, Step, Trace
+from ..trace.model import LIVE, OF_BUILD, Step, Trace
 from ..trace.records import LoadCostRecord
 
 __all__ = [
@@ -72,16 +72,23 @@ def _verdict_alone(report: Report) -> str:
         why.append("there was neither optimizer state, nor an update, nor a loss after the first step to compare")
         return f"Run and reference could not be compared. {_as_sentence(why[0], capital=True)}"
     if report.word == "gate failed":
-        goes_on = (
-            "Training goes on as the reference does, but" if report.reference is not None else "The run is sound, but"
-        )
+        goes_on = f"{_describe_training(report)}, but" if report.reference is not None else "The run is sound, but"
         return (
             f"{goes_on} {count_noun(len(failed), 'threshold was', 'thresholds were')} not met. "
             f"{_as_sentence(failed[0].text, capital=True)}"
         )
     if report.word == "no reference":
         return f"Without a reference, whether training goes on as before was not judged. {_count_passed(report)}{left}"
-    return f"Training goes on as the reference does. {_count_passed(report)}{left}"
+    return f"{_describe_training(report)}. {_count_passed(report)}{left}"
+
+
+def _describe_training(report: Report) -> str:
+    """Return a clause that says what the training of a run that passed goes on like."""
+    if report.reference is None or report.reference.layout != LIVE:
+        return "Training goes on as the reference does"
+    ranks = [t.world_size for t in (report.candidate, report.second) if t is not None]
+    where = f"{ranks[0]} and {ranks[1]} ranks" if ranks[1:] else count_noun(ranks[0] or 0, "rank")
+    return f"Training resumed at {where} goes on as without a pause"
 
 
 def _as_sentence(text: str, capital: bool = False) -> str:

@@ -44,6 +44,7 @@ from .records import (
 )
 
 __all__ = [
+    "LIVE",
     "OF_BUILD",
     "SCHEMA",
     "Step",
@@ -56,6 +57,8 @@ __all__ = [
 ]
 
 SCHEMA = 1
+#: `Trace.layout` of a run that loaded nothing, but trained a job from its start.
+LIVE = "live job"
 #: `Trace.data` of a run whose rows came from the user's build().
 OF_BUILD = "given by build()"
 

@@ -87,13 +87,15 @@ class ProbeRecord(LogitSketch, total=False):
 
 class RoundTripRecord(TypedDict, total=False):
     """The save after the first step, and its load; or why there was none, as `skipped`. `differing` are the names that
-    changed, `apart` the tensors of which every rank has a copy of its own."""
+    changed, `apart` the tensors of which every rank has a copy of its own. Of a job that was
+    trained from its start, its save; `own` is whether the job's own code saved it."""
 
     save_seconds: float
     load_seconds: float
     bytes: int
     differing: list[str]
     apart: list[str]
+    own: bool
     skipped: str
 
 

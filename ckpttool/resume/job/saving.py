@@ -1,0 +1,75 @@
+"""The save of a job that was trained from its start (`--fresh`): by the job's own code, or by dcp.save."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import time
+from typing import Any
+
+from ...errors import NoSpace, argument
+from ...live.collectives import gather_objects, run_on_first_rank
+from ..request import RunSettings
+from ..trace.live_facts import named_state
+from ..trace.records import RoundTripRecord
+from .build import Job
+
+__all__ = ["lacking_space", "save_job"]
+
+
+def save_job(job: Job, settings: RunSettings, step: int) -> RoundTripRecord:
+    """Save a job after a step into the folder `settings.source`, which is emptied before, and return what that took. A
+    collective.
+
+    The job's own `save` does it, if build() returned one. Otherwise dcp.save writes model, optimizers, scheduler, step
+    and the random states of each rank.
+
+    Raises:
+        NoSpace: the disk has too little space. Errors of the job's save and of torch's pass through.
+    """
+    import torch.distributed as dist
+    from torch.distributed.checkpoint.state_dict_saver import save
+
+    folder = settings.source
+    need = sum(t.numel() * t.element_size() for t in named_state(job.model, job.optimizer).values())
+
+    def empty() -> None:
+        """Make the folder anew, where the disk has room for the save."""
+        shutil.rmtree(folder, ignore_errors=True)
+        if why := lacking_space(os.path.dirname(folder), need):
+            raise NoSpace(f"{why}. Pass {argument('scratch')}, a folder with more room.")
+        os.mkdir(folder)
+
+    run_on_first_rank(empty)
+    began = time.monotonic()
+    if job.save is not None:
+        job.save(folder, step)
+    else:
+        save(_state_of(job, step, settings.device), checkpoint_id=folder)
+    dist.barrier()
+    seconds = max(gather_objects(time.monotonic() - began))
+    return {"save_seconds": seconds, "bytes": need, "own": job.save is not None}
+
+
+def _state_of(job: Job, step: int, device: str) -> dict[str, Any]:
+    """Return the tree that dcp.save gets from this rank: "model", "optim", "trainer" and "rng", and the "scheduler" of
+    a job that has one. A collective."""
+    import torch
+    import torch.distributed as dist
+    from torch.distributed.checkpoint.state_dict import get_state_dict
+
+    model, optim = get_state_dict(job.model, job.optimizer)
+    generators = {"torch": torch.get_rng_state()}
+    if device == "cuda":
+        generators["cuda"] = torch.cuda.get_rng_state()
+    tree = {"model": model, "optim": optim, "trainer": {"step": step}, "rng": {str(dist.get_rank()): generators}}
+    return tree if job.scheduler is None else {**tree, "scheduler": job.scheduler.state_dict()}
+
+
+def lacking_space(folder: str, need: int) -> str | None:
+    """Return a text that says that a disk has too little space for a save of `need` bytes in a folder; None if it has
+    enough."""
+    free = shutil.disk_usage(folder).free
+    if free < need * 1.1 + (64 << 20):
+        return f"{folder} has {free / 1e9:.1f} GB free, {need / 1e9:.1f} GB are to be saved"
+    return None
