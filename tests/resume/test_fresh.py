@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -162,7 +163,8 @@ def test_the_loader_that_kept_milestones_as_text_is_found(tmp_path: Path) -> Non
     assert stage["at1.step1.loss"] == "at 1 rank" and stage["fresh.falls"] == "smoke test"
     assert 'name="at1.steps.learning_rates"' in (tmp_path / "j.xml").read_text()
     assert 'name="at1.steps.learning_rates"} 0' in (tmp_path / "m.prom").read_text()
-    assert "at1.steps.learning_rates" in (tmp_path / "report" / "report.html").read_text()
+    page = re.sub(r"<[^>]+>", "", (tmp_path / "report" / "report.html").read_text())
+    assert "at1.steps.learning_rates" in page and "at 1 rank" in page
     assert any(line.startswith("the job's own code that saves a checkpoint") for line in report["not_verified"])
 
 
@@ -225,9 +227,10 @@ def test_a_signal_during_the_save_leaves_nothing(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("job", "said"),
     [("on_meta", "is on the meta device, where it has none. Initialise the weights in build()"),
-     ("no_optimizer", "build() returns no optimizer")],
+     ("no_optimizer", "build() returns no optimizer"),
+     ("empty_save", "save(folder, step) of build() wrote nothing into the folder that it was given")],
 )  # fmt: skip
-def test_a_job_that_cannot_begin_is_refused_in_a_sentence(job: str, said: str) -> None:
+def test_a_job_that_cannot_be_tested_is_refused_in_a_sentence(job: str, said: str) -> None:
     with one_at_a_time(), forked():
         done = ckpttool_here("resume-verify", "--fresh", "--job", f"{JOBS}:{job}", "-n", 1, *SMALL)
     assert done.returncode == 2 and said in done.stderr
@@ -332,6 +335,12 @@ def test_two_runs_that_part_before_the_save_are_noise_and_after_it_the_save_is_t
     assert check("repeat", loose, late).verdict == "not comparable", "such kernels may part at any step"
     assert check_bit_equality(same, replace(same, steps=same.steps[5:]), True).verdict == "pass"
     assert check_bit_equality(same, replace(late, steps=late.steps[5:]), True).where == "step 7"
+    ended = [replace(same, final={"model.w": mark, "model.bn": mark}, variants={"model.bn": []}) for mark in "ab"]
+    at_the_end = check_bit_equality(*ended, True)
+    assert at_the_end.verdict == "fail" and "first in the model.w at the end of step 9" in at_the_end.text
+    assert (
+        check_bit_equality(ended[0], replace(ended[0], final={"model.w": "a", "model.bn": "b"}), True).verdict == "pass"
+    )
     assert check_bit_equality(same, early, False).verdict == "not comparable"
     assert check_bit_equality(replace(same, dropout=True), early, True).verdict == "not comparable"
 

@@ -28,12 +28,15 @@ _ERRORS = 4.0
 
 
 def _find_first_difference(a: Trace, b: Trace) -> tuple[int, str] | None:
-    """Find the first number in which two runs of the same steps differ in any bit: (step, what it is); None if they do
-    not differ."""
+    """Find the first number, or tensor after the last step, in which two runs of the same steps differ in any bit:
+    (step, what it is); None if they do not differ. Tensors of which ranks hold different copies are left out."""
     for x, y in common_steps(a, b):
         for what in ("loss", "grad_norm", "update_norm", "grads", "updates"):
             if not are_alike(getattr(x, what), getattr(y, what)):
                 return x.step, what.replace("_", " ")
+    for name, mark in a.final.items():
+        if name not in a.variants and b.final.get(name) != mark:
+            return a.steps[-1].step, f"{name} at the end"
     return None
 
 

@@ -36,8 +36,8 @@ _STAGES = {
 class Check:
     """One check and its result.
 
-    `stage` is "state", "configuration", "probe", "step 1", "steps", "after the steps", "run", "round trip" or "gate", in
-    this order; with --fresh also "smoke test", which comes first, and "at 3 ranks", of the second resume.
+    `stage` is "state", "configuration", "probe", "step 1", "steps", "after the steps", "run", "round trip" or "gate",
+    in this order; with --fresh also "smoke test", which comes first, and "at 3 ranks", of the second resume.
     `name` is unique in a report ("step1.update_norm"). `number` is what was found and `bound` the largest that passes
     (the smallest, for gates that begin with min); `source` says where the bound is from: "exact", "measured",
     "calibrated" or "given". `where` names the worst tensor or step. `text` is one sentence.

@@ -7,7 +7,7 @@ import shutil
 import time
 from typing import Any
 
-from ...errors import NoSpace, argument
+from ...errors import NoSpace, UsageError, argument
 from ...live.collectives import gather_objects, run_on_first_rank
 from ..request import RunSettings
 from ..trace.live_facts import named_state
@@ -25,7 +25,7 @@ def save_job(job: Job, settings: RunSettings, step: int) -> RoundTripRecord:
     and the random states of each rank.
 
     Raises:
-        NoSpace: the disk has too little space. Errors of the job's save and of torch's pass through.
+        NoSpace: the disk has too little space. UsageError: the job's own save wrote nothing there. Errors of the job's save and of torch's pass through.
     """
     import torch.distributed as dist
     from torch.distributed.checkpoint.state_dict_saver import save
@@ -47,6 +47,8 @@ def save_job(job: Job, settings: RunSettings, step: int) -> RoundTripRecord:
     else:
         save(_state_of(job, step, settings.device), checkpoint_id=folder)
     dist.barrier()
+    if not run_on_first_rank(lambda: os.listdir(folder)):
+        raise UsageError("save(folder, step) of build() wrote nothing into the folder that it was given.")
     seconds = max(gather_objects(time.monotonic() - began))
     return {"save_seconds": seconds, "bytes": need, "own": job.save is not None}
 

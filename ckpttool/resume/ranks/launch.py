@@ -53,7 +53,7 @@ def launch_runs(plan: Mapping[str, RunSettings], folder: str, status: Status) ->
     waiting = list(plan.items())
     number = 0
     while waiting:
-        world, kind = waiting[0][1].world_size, _process_kind(waiting[0][1])
+        kind = world, python, _ = _process_kind(waiting[0][1])
         together = []
         while waiting and _process_kind(waiting[0][1]) == kind:
             together.append(waiting.pop(0))

@@ -189,6 +189,7 @@ def _train(
         _look_after_last_step(job, settings, out)
     if any(gather_objects(job.random)):
         out.environment["random"] = "restored" if settings.keep_dropout else "seeded"
+    out.final, _ = fingerprint.fingerprint_tensors(named_state(job.model, job.optimizer), collective_device(job.model))
     return out
 
 

@@ -103,6 +103,7 @@ class Trace:
     failed: why the checkpoint could not be loaded into the job; then only `start` and the names in `state` are set,
         without fingerprints. `misfit` is how names and shapes differ, if that is why.
     state: {canonical name: (dtype, shape, fingerprint)} of the tensors in the job after loading, at step `start`.
+    final: {canonical name: fingerprint} of the tensors in the job after its last step.
     others: the same for tensors and arrays that no job holds (scaler, dataloader, random states, averages of weights),
         from the files, and for what else is no plain value (side_state.py).
     stored: fingerprints of the same tensors in the files, in the dtype of the job, if these were read a second time.
@@ -156,6 +157,7 @@ class Trace:
     unread: list[tuple[str, str]] = field(default_factory=list)
     parameters: int | None = None
     state: dict[str, tuple[str, tuple[int, ...], str]] = field(default_factory=dict)
+    final: dict[str, str] = field(default_factory=dict)
     others: dict[str, tuple[str, tuple[int, ...], str]] = field(default_factory=dict)
     stored: dict[str, str] = field(default_factory=dict)
     stored_as: dict[str, tuple[str, str]] = field(default_factory=dict)
