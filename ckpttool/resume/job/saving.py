@@ -25,7 +25,8 @@ def save_job(job: Job, settings: RunSettings, step: int) -> RoundTripRecord:
     and the random states of each rank.
 
     Raises:
-        NoSpace: the disk has too little space. UsageError: the job's own save wrote nothing there. Errors of the job's save and of torch's pass through.
+        NoSpace: the disk has too little space. UsageError: the job's own save wrote nothing there. Errors of the job's
+            save and of torch's pass through.
     """
     import torch.distributed as dist
     from torch.distributed.checkpoint.state_dict_saver import save
