@@ -153,9 +153,11 @@ def test_the_loader_that_kept_milestones_as_text_is_found(tmp_path: Path) -> Non
         "--report", tmp_path / "report",
     )  # fmt: skip
     failed = [c["name"] for c in report["checks"] if c["verdict"] == "fail"]
-    assert code == 10 and failed[:2] == ["fresh.bit_equal", "steps.learning_rates"]
-    assert "at1.steps.learning_rates" in failed
-    assert report["causes"][0]["kind"] == "scheduler-lost"
+    assert code == 10 and failed[:2] == ["fresh.bit_equal", "state.values"]
+    assert {"steps.learning_rates", "at1.state.values", "at1.steps.learning_rates"} <= set(failed)
+    (text,) = [c["text"] for c in report["checks"] if c["name"] == "state.values"]
+    assert "scheduler.milestones.[3] is not in the job, and is in the run without a pause" in text
+    assert "scheduler" in report["causes"][0]["text"]
     assert [s["step"] for s in report["reference"]["steps"]] == list(range(1, 11))
     assert [s["step"] for s in report["second"]["steps"]] == list(range(6, 11)) and report["second"]["world_size"] == 1
     assert {"save_seconds", "load_seconds", "reserved_gib", "headroom_gib"} <= report["metrics"].keys()
@@ -343,6 +345,13 @@ def test_two_runs_that_part_before_the_save_are_noise_and_after_it_the_save_is_t
     )
     assert check_bit_equality(same, early, False).verdict == "not comparable"
     assert check_bit_equality(replace(same, dropout=True), early, True).verdict == "not comparable"
+
+
+def test_noise_is_measured_unasked_where_only_numbers_at_the_other_world_size_fail() -> None:
+    late = Check("at 3 ranks", "at3.steps.loss", "fail", "", 1e-5, 2e-6, "measured")
+    lost = Check("at 3 ranks", "at3.state.digests", "fail", "", 1, 0, "exact")
+    assert Judgement([late], {}, None, False).unsure and not Judgement([late], {}, {"steps.loss": 1e-5}, False).unsure
+    assert not Judgement([late, lost], {}, None, False).unsure and not Judgement([lost], {}, None, False).unsure
 
 
 def test_the_step_is_that_of_the_trainer_or_of_the_optimizer() -> None:

@@ -71,7 +71,7 @@ def _check_fall(run: Trace) -> Check:
     k = len(losses) // 3
     before, after = fmean(losses[:k]), fmean(losses[-k:])
     error = math.sqrt((pvariance(losses[:k]) + pvariance(losses[-k:])) / (k - 1))
-    text = f"the mean loss is {before:.6g} in the first {k} steps and {after:.6g} in the last {k}"
+    text = f"the mean loss is {before:.4g} in the first {k} steps, {after:.4g} in the last {k}"
     if before <= after <= before + _ERRORS * error:
         return Check.unknown(name, f"{text}, within what single batches differ by: train more steps to tell")
     return Check.of(name, after < before, text, source="exact")

@@ -30,7 +30,7 @@ _STYLE = {
     "no reference": "bold black on yellow",
 }
 #: More checks than this, and those that passed are counted; more steps than this, and some are left out.
-_MANY_CHECKS, _MANY_STEPS = 80, 24
+_MANY_CHECKS, _MANY_STEPS = 100, 24
 
 
 def render_terminal(report: Report) -> RenderableType:
