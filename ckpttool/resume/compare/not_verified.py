@@ -155,6 +155,8 @@ def _unused_state(reference: Trace | None, got: Trace) -> Iterator[str]:
     held = {c: what for c, what in _BESIDE.items() if side_state_of(got, c)}
     if got.environment.get("rng_restored"):
         held.pop("rng", None)
+    if any(n.startswith("model.") for n in got.held):
+        held.pop("model", None)
     apart = (
         {}
         if reference is None
