@@ -730,7 +730,12 @@ def _run_opcodes(  # noqa: C901  # one branch for each opcode
                 )
             _refuse_chain(stack[-1] if stack else None, what)
 
+    frame_end = size
     for _ in chain.from_iterable(watched()):
+        if pos >= frame_end:
+            if pos > frame_end:  # where Python's own unpickler, which reads a frame at a time, loses its place
+                raise Corrupt(f"{what}: an instruction of the pickle crosses the end of its frame at byte {frame_end}.")
+            frame_end = size
         op = data[pos]
         pos += 1
         # ordered by how often torch's pickles use them
@@ -918,6 +923,9 @@ def _run_opcodes(  # noqa: C901  # one branch for each opcode
             push(raw.decode("utf-8", "surrogatepass") if op == 0x8D else raw if op == 0x8E else bytearray(raw))
         elif op == 0x95:  # FRAME
             pos += 8
+            frame_end = pos + u64(data, pos - 8)[0]
+            if frame_end > size:
+                raise IndexError
         elif op == 0x80:  # PROTO
             if data[pos] > 5:
                 raise Corrupt(f"{what}: pickle protocol {data[pos]}.")

@@ -122,6 +122,18 @@ def test_plain_data_that_was_read_is_written_so_that_cpython_reads_the_same(valu
     assert typed(load(data)) == typed(value)
 
 
+def test_an_instruction_that_crosses_the_end_of_its_frame_is_read_by_nobody() -> None:
+    whole = pickle.dumps([1, 2, "text", 2**40], protocol=4)
+    longer = whole[:-2] + b"J1234" + whole[-2:]  # the frame's length is no longer right
+    try:
+        read = pickle.load(io.BytesIO(longer))
+    except Exception:  # of whatever kind the lost place makes
+        read = None
+    assert read != [1, 2, "text", 2**40, 0x34333231]
+    with pytest.raises(Corrupt, match="crosses the end of its frame"):
+        pickles.load(longer)
+
+
 def test_a_set_of_tuples_of_mixed_types_is_written() -> None:
     value = {(1, "a"), ("b", 2), (None, 1), (None, "c")}
     assert pickle.loads(pickle_writer.dump(value)) == value
