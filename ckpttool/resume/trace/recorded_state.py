@@ -104,7 +104,19 @@ def gather_side_state(given: Mapping[str, Any], device: Any) -> dict[str, Any]:
                 found = {k: _state_dict_of(v) for k, v in _check_extra_keys(extra, given.keys() - {"extra"}).items()}
             else:
                 found = {key: _state_dict_of(source)}
-            part = collect_side_state(flatten_side_state(found))
+            flatten_side_state(found)
+        except Exception as e:
+            wrong[key] = f"{type(e).__name__}: {e}"
+            continue
+        tree |= found
+    # all keys together, since a second one of a kind (dataloader and sampler) has another place
+    makers: dict[str, Callable[[], Mapping[Path, object]]] = {
+        "extra": partial(flatten_side_state, tree) if tree else dict,
+        "extra states": partial(_extra_states_of, model),
+    }
+    for key, make in makers.items():
+        try:
+            part = collect_side_state(make())
         except Exception as e:
             wrong[key] = f"{type(e).__name__}: {e}"
             continue
