@@ -13,6 +13,7 @@ from typing import Any, NamedTuple, TypeGuard
 
 from ...layouts import program_of
 from ..trace.model import LIVE, Trace
+from ..trace.side_state import OBJECT
 from .differences import are_alike
 
 __all__ = [
@@ -37,10 +38,8 @@ _CUTS = "extra.ds_config.zero_optimization."
 
 
 def is_comparable(value: object) -> bool:
-    """Tell whether a value is plain data that can be compared; "<module.Class>" stands for an object that is not."""
-    if isinstance(value, (list, tuple)):
-        return all(map(is_comparable, value))
-    return not (isinstance(value, str) and value.startswith("<"))
+    """Tell whether a value can be compared: not a mark that stands for an object, nor one without a fingerprint."""
+    return not isinstance(value, Marked) or (value.kind != OBJECT and value.digest != "")
 
 
 @dataclass
@@ -130,8 +129,9 @@ def compare_side_state(reference: Trace, got: Trace, component: str) -> SideStat
     for n, expected in theirs.items():
         if n not in ours:
             # a recording may hold functions that no checkpoint does
-            (out.missing if is_comparable(expected) or not holds_live_state(reference) else out.unknown).append(n)
-        elif not is_comparable(expected) or not is_comparable(ours[n]) or "" in (_digest(expected), _digest(ours[n])):
+            is_object = isinstance(expected, Marked) and expected.kind == OBJECT
+            (out.unknown if is_object and holds_live_state(reference) else out.missing).append(n)
+        elif not is_comparable(expected) or not is_comparable(ours[n]):
             out.unknown.append(n)
         else:
             out.compared += 1
@@ -154,7 +154,9 @@ def differences_from_files(trace: Trace) -> tuple[list[str], int]:
         stored = _stored_value(trace, plain)
         if name.rpartition(".")[2] in _TRANSIENT or (plain not in trace.values and plain not in trace.others):
             continue
-        if not is_comparable(stored) or not is_comparable(value) or (_is_mark(stored) and stored[0] in _ENCODED):
+        if not is_comparable(_as_marked(stored)) or not is_comparable(_as_marked(value)):
+            continue
+        if _is_mark(stored) and stored[0] in _ENCODED:
             continue
         compared += 1
         if not _are_held_alike(stored, value):
@@ -195,9 +197,14 @@ def _stored_value(trace: Trace, name: str) -> object:
 
 def _are_held_alike(a: object, b: object) -> bool:
     """Tell whether two values of `Trace.held` are equal: plain ones, marks, or a number and the mark of a tensor that
-    holds it."""
-    sides = [Marked(x[0], tuple(x[1]), x[2]) if _is_mark(x) else x for x in (a, b)]
-    return are_alike(*sides) or _is_same_number(*sides)
+    holds it. Objects that cannot be compared are equal to anything."""
+    sides = [_as_marked(x) for x in (a, b)]
+    return not all(map(is_comparable, sides)) or are_alike(*sides) or _is_same_number(*sides)
+
+
+def _as_marked(x: object) -> object:
+    """Return a value of `Trace.held` with its mark as a `Marked`, if it has one."""
+    return Marked(x[0], tuple(x[1]), x[2]) if _is_mark(x) else x
 
 
 def _is_mark(x: Any) -> TypeGuard[list[Any]]:

@@ -42,10 +42,12 @@ from .records import (
     RoundTripRecord,
     ScheduleRecord,
 )
+from .side_state import Mark, mark_object
 
 __all__ = [
     "LIVE",
     "OF_BUILD",
+    "RECORD_VERSION",
     "SCHEMA",
     "Step",
     "Trace",
@@ -59,6 +61,8 @@ __all__ = [
 SCHEMA = 1
 #: `Trace.layout` of a run that loaded nothing, but trained a job from its start.
 LIVE = "live job"
+#: Of the records of a state, whose `version` is 1 if they have none.
+RECORD_VERSION = 2
 #: `Trace.data` of a run whose rows came from the user's build().
 OF_BUILD = "given by build()"
 
@@ -236,6 +240,7 @@ def read_reference(path: str | os.PathLike[str], at: int | None = None, later: i
                     kind = _KINDS.get(key, lambda x: x)
                     setattr(out, key, None if record[key] is None else kind(record[key]))
             elif kind == "state":
+                values, objects = _part_objects(record.get("values", {}), record.get("version", 1))
                 states[int(record["step"])] = {
                     "state": _parse_marks(record["state"]),
                     "others": _parse_marks(record.get("others", {})),
@@ -331,6 +336,20 @@ def _parse_schedule(x: Any) -> ScheduleRecord:
         "groups": [int(k) for k in x["groups"]],
     }
     return {**out, "stopped": str(x["stopped"])} if "stopped" in x else out
+
+
+def _part_objects(values: Any, version: int) -> tuple[dict[str, Any], dict[str, Mark]]:
+    """Part recorded values into (plain values, marks of objects of other classes).
+
+    Recordings before `RECORD_VERSION` 2 have the text "<module.Class>" for such an object, so that in those any text
+    that begins with "<" may be one.
+
+    Raises:
+        TypeError, ValueError, AttributeError: it is something else.
+    """
+    plain = dict(values)
+    objects = {n: v for n, v in plain.items() if version < 2 and isinstance(v, str) and v.startswith("<")}
+    return {n: v for n, v in plain.items() if n not in objects}, {n: mark_object(v) for n, v in objects.items()}
 
 
 def _parse_marks(x: Any) -> dict[str, tuple[str, tuple[int, ...], str]]:

@@ -44,7 +44,7 @@ from .live_facts import (
     root_of_squares,
     tied_names,
 )
-from .model import Step, record_line
+from .model import RECORD_VERSION, Step, record_line
 from .numerics import read_small_buffers
 from .probing import (
     compute_logits,
@@ -185,6 +185,7 @@ class Recorder:
                 lacks["schedule"] = why
             self._write_record(
                 "state",
+                version=RECORD_VERSION,
                 step=step,
                 state={n: (dtype_name(t), tuple(t.shape), prints[n]) for n, t in tensors.items()},
                 scalars=one_element_values(tensors) | numbers,

@@ -6,8 +6,8 @@ Layouts differ in how far they take containers apart, and in what an array is ke
 taken apart here by one rule: dicts by their keys, lists and tuples that hold more than scalars by position. What is
 left is a plain value (None, bool, int, float, str, a list of them; infinities and NaN are spelled as in a trace) or has
 a mark (dtype, shape, fingerprint): tensors and numpy arrays by their elements, ("bytes", (n,), ...) and lists that are
-too long to be shown by a BLAKE3 of their JSON. An instance of another class is the value "<module.Class>", which
-nothing equals. Empty dicts are left out, since torch.distributed.checkpoint forgets them.
+too long to be shown by a BLAKE3 of their JSON. An instance of another class has the mark ("object", (),
+"module.Class"), and is not compared. Empty dicts are left out, since torch.distributed.checkpoint forgets them.
 """
 
 from __future__ import annotations
@@ -24,11 +24,20 @@ from ...index.checkpoint import Path, joined
 from ...index.names import canonical
 from ...live.plain_values import to_plain
 
-__all__ = ["Mark", "SideState", "collect_side_state", "flatten_side_state", "mark_array"]
+__all__ = [
+    "OBJECT",
+    "Mark",
+    "SideState",
+    "collect_side_state",
+    "flatten_side_state",
+    "mark_array",
+    "mark_object",
+]
 
 #: (dtype, shape, fingerprint)
 Mark = tuple[str, tuple[int, ...], str]
 
+OBJECT = "object"  # in place of a dtype: what cannot be compared
 _LONG = 256  # scalars in a list that is shown
 _MANY = 4096  # entries of a container that is taken apart
 
@@ -89,6 +98,11 @@ def mark_array(x: Any) -> Mark:
     return str(x.dtype).removeprefix("torch."), tuple(x.shape), f"{fingerprint_flat(data, 0):016x}"
 
 
+def mark_object(cls: str) -> Mark:
+    """Return the mark of an object that is not built and cannot be compared; `cls` is "module.Class"."""
+    return OBJECT, (), cls
+
+
 def _add_leaf(path: Path, x: Any, out: SideState) -> None:
     """Add an object to `out` as a value, a mark (dtype, shape, fingerprint) or a live DTensor; containers are taken
     apart."""
@@ -101,7 +115,7 @@ def _add_leaf(path: Path, x: Any, out: SideState) -> None:
             x = to_plain(x, name)
         except Unsupported:
             cls = x.cls if isinstance(x, Opaque) else x
-            out.values[name] = f"<{cls.module}.{cls.name}>" if isinstance(cls, Global) else f"<{type(x).__name__}>"
+            out.others[name] = mark_object(f"{cls.module}.{cls.name}" if isinstance(cls, Global) else type(x).__name__)
             return
     if isinstance(x, np.generic):
         x = x.item()
@@ -113,7 +127,7 @@ def _add_leaf(path: Path, x: Any, out: SideState) -> None:
         try:
             out.others[name] = mark_array(x)
         except (TypeError, KeyError, RuntimeError, NotImplementedError, ValueError):  # sparse, quantised, of strings
-            out.values[name] = f"<{type(x).__module__}.{type(x).__name__}>"
+            out.others[name] = mark_object(f"{type(x).__module__}.{type(x).__name__}")
     elif isinstance(x, (bytes, bytearray)):
         out.others[name] = ("bytes", (len(x),), _short_hash(bytes(x)))
     elif isinstance(x, dict):
@@ -135,7 +149,7 @@ def _add_leaf(path: Path, x: Any, out: SideState) -> None:
     elif isinstance(x, (torch.dtype, torch.device, complex)):
         out.values[name] = str(x)
     else:
-        out.values[name] = f"<{type(x).__module__}.{type(x).__qualname__}>"
+        out.others[name] = mark_object(f"{type(x).__module__}.{type(x).__qualname__}")
 
 
 def _add_container(path: Path, items: Mapping[str, object], out: SideState) -> None:
@@ -148,7 +162,10 @@ def _add_container(path: Path, items: Mapping[str, object], out: SideState) -> N
     for key, value in items.items():
         _add_leaf((key,), value, inner)
     out.sharded.update({joined((*path, n)): t for n, t in inner.sharded.items()})
-    text = json.dumps([inner.values, inner.others], sort_keys=True)
+    # objects as the first recordings have them
+    objects = {n: f"<{cls}>" for n, (kind, _, cls) in inner.others.items() if kind == OBJECT}
+    others = {n: m for n, m in inner.others.items() if n not in objects}
+    text = json.dumps([inner.values | objects, others], sort_keys=True)
     out.others[joined(path)] = ("tree", (len(items),), _short_hash(text.encode()))
 
 
