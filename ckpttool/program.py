@@ -208,6 +208,7 @@ class Program:
         resumed_by: the programs that resume from the layout.
         tree: how its trees are known, where it writes those in another layout.
         saves_every_rng: each of its ranks saves its random states.
+        keeps_options: its saves hold param groups with all options that the job's optimizer has.
         about_masters: a sentence on fp32 masters that do not round to the weights.
         rows: {table of the documents: its rows about this layout, each of cells in Markdown}; see docs/_hooks.py.
     """
@@ -229,5 +230,6 @@ class Program:
     resumed_by: tuple[ForTrainer, ...] = ()
     tree: TrainerTree | None = None
     saves_every_rng: bool = False
+    keeps_options: bool = True
     about_masters: str = ""
     rows: Mapping[str, tuple[tuple[str, ...], ...]] = field(default_factory=dict)

@@ -410,6 +410,7 @@ _FOLDER = Layout(
         rows=_ROWS,
         next_step=_next_step,
         is_export=lambda source: True,
+        keeps_options=False,
         is_stray=lambda names: not any(map(_OWN.fullmatch, names)),
     ),
 )

@@ -240,6 +240,7 @@ LAYOUTS = (
             rank_folders=RANK.pattern,
             is_piece=_is_piece,
             gaps=_gaps,
+            keeps_options=False,
             about_masters=(
                 ". Megatron-Core itself saves such masters in fully_reshardable where embeddings are tied and the "
                 "pipeline has several stages, or with overlapped gradient reduction"

@@ -24,6 +24,8 @@ __all__ = [
     "are_alike",
     "common_steps",
     "config_differences",
+    "describe_lost_options",
+    "differing_inputs",
     "differing_tensors",
     "first_common_step",
     "group_pairs",
@@ -32,6 +34,7 @@ __all__ = [
     "in_stored_dtypes",
     "job_obstacle",
     "loaded_versions",
+    "lost_options",
     "missing_and_extra",
     "must_be_equal",
     "non_finite_values",
@@ -325,6 +328,42 @@ def ignored_options(reference: Trace, got: Trace) -> list[str]:
     theirs, ours = options_by_parameter(reference), options_by_parameter(got)
     both = [(theirs[n], ours[n]) for n in theirs if n in ours]
     return sorted({k for a, b in both for k in a.keys() ^ b.keys() if k in _TORCHS})
+
+
+def describe_lost_options(got: Trace, lost: Mapping[str, Sequence[str]]) -> str:
+    """Return a text about the options of param groups that a checkpoint has lost; `lost` is the first part of what
+    `lost_options` returned, and has at least one."""
+    names = list(dict.fromkeys(n for where in lost.values() for n in where))
+    whose = f"for {count_noun(len(names), 'parameter')}, first {names[0]}"
+    if not got.stored_groups:
+        return f"the checkpoint has lost its param groups, {whose}"
+    if not any(g["params"] for g in got.stored_groups):
+        return f"the checkpoint has lost which parameters its param groups have, {whose}"
+    return f"the checkpoint has lost {list_first(lost)} of its param groups, {whose}"
+
+
+def lost_options(reference: Trace, got: Trace) -> tuple[dict[str, list[str]], list[str]]:
+    """Find the options of param groups that the files of `got` lack, though the reference has them: ({option: FQNs of
+    the parameters of the groups}, options that the layout of `got` does not keep, which are not counted).
+
+    The reference's are those of its files, or what its job held where it is a recording. Parameters that the files of
+    `got` put into no group are left out, unless there are no groups at all.
+    """
+    if got.stored_groups is None:
+        return {}, []
+    ours = {n: set(g["options"]) for g in got.stored_groups for n in g["params"]}
+    theirs = {n: set(g["options"]) for g in reference.stored_groups or [] for n in g["params"]}
+    if reference.stored_groups is None:
+        # an empty dict or list is in no file of torch's
+        theirs = {n: {k for k, v in x.items() if v not in ({}, [])} for n, x in options_by_parameter(reference).items()}
+    out: dict[str, list[str]] = {}
+    for name, options in theirs.items():
+        if name in ours or not ours:
+            for key in sorted(options - ours.get(name, set()) - _HOW):
+                out.setdefault(key, []).append(name)
+    kept = set().union(*ours.values())
+    aside = [k for k in out if k not in kept and not program_of(got.layout).keeps_options]
+    return {k: names for k, names in out.items() if k not in aside}, aside
 
 
 def _same_version(reference: Trace, got: Trace, package: str) -> bool:

@@ -14,7 +14,7 @@ from collections.abc import Iterator, Sequence
 from ...printable import count_noun, list_first
 from ..text import escape_unprintable, fqn_of
 from ..trace.model import LIVE, Trace
-from .differences import ignored_config_keys, ignored_options
+from .differences import ignored_config_keys, ignored_options, inputs_of_one_side, lost_options
 from .side_state_differences import compare_side_state, is_recording, side_state_of
 from .verdict import Check
 
@@ -203,6 +203,13 @@ def _partly_compared(reference: Trace | None, got: Trace) -> Iterator[str]:
     ):
         what = escape_unprintable(list_first(keys))
         yield f"keys of the model's configuration that only one version of transformers writes: {what}"
+    if keys := inputs_of_one_side(reference, got):
+        yield f"what only one side has of the samples, so compared with nothing: {escape_unprintable(list_first(keys))}"
+    if keys := lost_options(reference, got)[1]:
+        yield (
+            f"options of param groups that checkpoints of layout {got.layout} do not hold, so that the job's own were "
+            f"used: {escape_unprintable(list_first(keys))}"
+        )
     if keys := ignored_options(reference, got):
         yield f"options of param groups that only one version of torch writes: {escape_unprintable(list_first(keys))}"
 

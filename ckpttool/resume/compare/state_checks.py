@@ -17,7 +17,9 @@ from ..trace.model import LIVE, Trace
 from .differences import (
     are_alike,
     config_differences,
+    describe_lost_options,
     differing_tensors,
+    lost_options,
     missing_and_extra,
     must_be_equal,
     optimizer_steps,
@@ -262,7 +264,8 @@ def _check_param_groups(reference: Trace, got: Trace) -> Check:
     if reference.start != got.start:
         return Check.unknown(name, f"the reference's param groups are those of step {reference.start}")
     found, missing, extra = option_differences(reference, got)
-    problems = []
+    lost, _ = lost_options(reference, got)
+    problems = [describe_lost_options(got, lost)] if lost else []
     for key, where in found.items():
         first, (expected, value) = next(iter(where.items()))
         problems.append(

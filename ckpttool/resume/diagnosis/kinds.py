@@ -56,6 +56,7 @@ class CauseKind(Enum):
     SCHEDULER_MISSING = "scheduler-missing", "The checkpoint has no scheduler state.", _RATES
     UNTIED = "untied", "Weights are tied on one side alone.", _STATE
     MODEL_CONFIGURATION = "model-configuration", "The model's configuration, or its kernels, differ.", ("weights",)
+    OPTIONS_LOST = "options-lost", "The checkpoint has lost options of its param groups, or all groups.", _OPTIMIZER
     OPTION = "option", "An option of a param group has another value.", _OPTIMIZER
     WEIGHT_DECAY_ON_NORMS = "weight-decay-on-norms", "Norms and biases decay that did not.", _OPTIMIZER
     OPTIMIZER_MEMBERS = "optimizer-members", "The optimizer has other parameters.", _OPTIMIZER

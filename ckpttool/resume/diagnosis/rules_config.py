@@ -15,6 +15,9 @@ from ...printable import count_noun, list_first
 from ..compare.differences import (
     common_steps,
     config_differences,
+    describe_lost_options,
+    differing_inputs,
+    lost_options,
     option_differences,
     options_by_parameter,
     rates_by_group,
@@ -78,6 +81,14 @@ def explain_param_groups(context: Context) -> None:
     if "config.groups" not in context.failed:
         return
     found, missing, extra = option_differences(reference, context.got)
+    lost, _ = lost_options(reference, context.got)
+    if lost and all(c.kind != CauseKind.OPTIMIZER_MISSING.label for c in context.out):
+        text = (
+            f"{describe_lost_options(context.got, lost)}: this job goes on with its own, and another loader takes "
+            "defaults or fails"
+        )
+        names = list(dict.fromkeys(n for where in lost.values() for n in where))
+        context.add(CauseKind.OPTIONS_LOST, text, context.failed_texts("config.groups"), names)
     known = options_by_parameter(context.got)
     for key, where in found.items():
         if key in ("lr", "initial_lr") and "rates" in context.explained:

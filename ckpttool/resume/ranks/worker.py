@@ -235,6 +235,20 @@ def _note_checkpoint(opened: OpenCheckpoint, out: Trace) -> None:
     # extra states of modules, too, since they are not loaded
     side = collect_side_state({v.path: v.data for v in ckpt.values.values() if v.path[0] != "optim"})
     out.values, out.others = side.values, side.others
+    out.stored_groups = _list_stored_options(ckpt)
+
+
+def _list_stored_options(ckpt: Checkpoint) -> list[dict[str, list[str]]]:
+    """List the param groups of a checkpoint, each with the names of its "options" and the FQNs of its "params"."""
+    out: dict[int, dict[str, list[str]]] = {}
+    for entry in (*ckpt.values.values(), *ckpt.tensors.values()):
+        if entry.option is not None:
+            group = out.setdefault(entry.group, {"options": [], "params": []})
+            if entry.option != "params":
+                group["options"] = list(dict.fromkeys([*group["options"], entry.option]))
+            elif isinstance(entry, Value) and isinstance(entry.data, list):
+                group["params"] = [str(n) for n in entry.data]
+    return [group for _, group in sorted(out.items())]
 
 
 def _has_optimizer_state(job: Job, opened: OpenCheckpoint, out: Trace) -> bool:

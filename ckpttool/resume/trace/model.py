@@ -122,6 +122,8 @@ class Trace:
     buffers: {name: [dtype, shape, bytes in hex]} of small buffers of a recorded job that no checkpoint holds.
     quanta: {FQN: L2 norm} of the distance from each element of a parameter of 16 bits to the next number.
     groups: the optimizer's param groups as the job holds them: options, and "params": [FQN, ...].
+    stored_groups: the param groups of the files: "options", the names of their options, and "params": [FQN, ...]. None
+        where no files were looked at, as for a recording.
     tied: the names of each parameter that has more than one.
     loaders: {component: who loaded it into the job}: "ckpttool", or a reader of the program that wrote the checkpoint.
     unwitnessed: {component: why ckpttool loaded it}, of a run that was to be loaded by such readers.
@@ -174,6 +176,7 @@ class Trace:
     unrecorded: dict[str, str] = field(default_factory=dict)
     quanta: dict[str, float] = field(default_factory=dict)
     groups: list[dict[str, Any]] = field(default_factory=list)
+    stored_groups: list[dict[str, list[str]]] | None = None
     tied: list[list[str]] = field(default_factory=list)
     config: dict[str, Any] | None = None
     probe: ProbeRecord = field(default_factory=ProbeRecord)
