@@ -13,6 +13,7 @@ from .live_values import fit_to_live
 
 __all__ = [
     "OWN_FLAGS",
+    "OptimizerList",
     "Plans",
     "create_state",
     "list_optimizers",
@@ -48,6 +49,31 @@ def list_optimizers(optimizer: object) -> tuple[Any, ...]:
             "weights only."
         )
     return found
+
+
+class OptimizerList(list[Any]):
+    """Several optimizers, each over its own parameters (Muon beside AdamW), which step together. torch's get_state_dict
+    and ckpttool.load take it as the list that it is."""
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        """The param groups of all optimizers, one after the other, as torch's get_state_dict numbers them."""
+        return [group for optimizer in self for group in optimizer.param_groups]
+
+    @property
+    def state(self) -> Mapping[Any, Any]:
+        """The state of every parameter, {parameter: state}, whichever optimizer has it."""
+        return {p: state for optimizer in self for p, state in optimizer.state.items()}
+
+    def step(self) -> None:
+        """Let each optimizer take a step."""
+        for optimizer in self:
+            optimizer.step()
+
+    def zero_grad(self) -> None:
+        """Drop the gradients of the parameters of all optimizers."""
+        for optimizer in self:
+            optimizer.zero_grad()
 
 
 def optimizer_by_parameter(optimizers: Iterable[Any]) -> dict[int, Any]:

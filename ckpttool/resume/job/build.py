@@ -32,7 +32,7 @@ from typing import Any
 from ...engine.opening import OpenCheckpoint
 from ...errors import Unsupported, UsageError, argument
 from ...index.checkpoint import Checkpoint
-from ...live.job_optimizers import OWN_FLAGS, list_optimizers
+from ...live.job_optimizers import OWN_FLAGS, OptimizerList, list_optimizers
 from ...printable import count_noun
 from ..request import RunSettings
 from ..trace.live_facts import list_dropouts, named_parameters
@@ -77,31 +77,6 @@ class Job:
         """Tell whether the scheduler's step() requires an argument that resume-verify does not have: a metric, as
         ReduceLROnPlateau does, or an epoch."""
         return self.scheduler is not None and needs_argument(self.scheduler)
-
-
-class OptimizerList(list[Any]):
-    """Several optimizers, each over its own parameters (Muon beside AdamW), which step together. torch's get_state_dict
-    and ckpttool.load take it as the list that it is."""
-
-    @property
-    def param_groups(self) -> list[dict[str, Any]]:
-        """The param groups of all optimizers, one after the other, as torch's get_state_dict numbers them."""
-        return [group for optimizer in self for group in optimizer.param_groups]
-
-    @property
-    def state(self) -> Mapping[Any, Any]:
-        """The state of every parameter, {parameter: state}, whichever optimizer has it."""
-        return {p: state for optimizer in self for p, state in optimizer.state.items()}
-
-    def step(self) -> None:
-        """Let each optimizer take a step."""
-        for optimizer in self:
-            optimizer.step()
-
-    def zero_grad(self) -> None:
-        """Drop the gradients of the parameters of all optimizers."""
-        for optimizer in self:
-            optimizer.zero_grad()
 
 
 def build_job(settings: RunSettings, opened: OpenCheckpoint | None) -> Job:

@@ -25,6 +25,7 @@ from typing import Any
 
 from ...errors import UsageError, argument
 from ...live.collectives import gather_objects
+from ...live.job_optimizers import OptimizerList, list_optimizers
 from ...printable import count_noun, list_first, printable
 from .batches import digest_and_marks
 from .fingerprint import can_fingerprint, fingerprint_each_rank, fingerprint_tensors
@@ -110,12 +111,10 @@ class Recorder:
         group: Any = None,
         **about: Any,
     ) -> None:
-        optimizer = _unwrap_optimizer(optimizer)
-        if isinstance(optimizer, (list, tuple)):
-            raise UsageError(
-                f"{argument('optimizer')} is a {type(optimizer).__name__}; a recorder follows the steps of one "
-                "optimizer. Pass the one with the most parameters; the state of the others is not recorded."
-            )
+        several = isinstance(optimizer, (list, tuple))
+        given = optimizer if several else [] if optimizer is None else [optimizer]
+        optimizers = list(map(_unwrap_optimizer, given))
+        optimizer = OptimizerList(list_optimizers(optimizers)) if several else next(iter(optimizers), None)
         self._path, self._model, self._optimizer, self._group, self._rows = path, model, optimizer, group, rows
         self._sources = check_sources(scheduler=scheduler, scaler=scaler, dataloader=dataloader, extra=extra)
         if probe is not None and model is None:
@@ -124,10 +123,12 @@ class Recorder:
         self._measure = StepNorms(model, True) if norms and model is not None and optimizer is not None else None
         self._rates: list[float] | None = None
         self._hooks: list[Any] = []
-        if optimizer is not None:
-            self._hooks = [
-                optimizer.register_step_pre_hook(self._before_step),
-                optimizer.register_step_post_hook(self._after_step),
+        self._optimizers = len(optimizers)
+        self._stepped: list[int] = []  # id() of those that have begun the step that is being measured
+        for one in optimizers:
+            self._hooks += [
+                one.register_step_pre_hook(self._before_step),
+                one.register_step_post_hook(self._after_step),
             ]
         known: dict[str, Any] = {"world_size": _world_size(), "environment": describe_environment(), **about}
         if model is not None:
@@ -292,6 +293,8 @@ class Recorder:
         seconds: float | None,
     ) -> None:
         """Record a step, with the arguments of the public method `step`. A collective."""
+        if self._stepped:  # one of several optimizers had no step
+            self._measure_updates()
         found = self._gather_step(loss, tokens, batch)
         if found is None:
             return
@@ -357,7 +360,12 @@ class Recorder:
         Returns:
             The new (args, how) with the wrapped closure, or None where they stay as they are.
         """
-        self._rates = [float(g["lr"]) for g in optimizer.param_groups]  # a tensor, too
+        if id(optimizer) in self._stepped:
+            self._stepped = []  # an earlier step in which not all took part
+        self._stepped.append(id(optimizer))
+        if len(self._stepped) > 1:
+            return None
+        self._rates = [float(g["lr"]) for g in self._optimizer.param_groups]  # a tensor, too
         measure = self._measure
         if measure is None:
             return None
@@ -378,7 +386,13 @@ class Recorder:
         }
 
     def _after_step(self, *_: Any) -> None:
-        """Measure the updates after the optimizer's step, as a hook of the optimizer. A collective."""
+        """Measure the updates after the step of the last optimizer, as a hook of each. A collective."""
+        if len(self._stepped) == self._optimizers:
+            self._measure_updates()
+
+    def _measure_updates(self) -> None:
+        """Measure the updates of the step that the optimizers have made. A collective."""
+        self._stepped = []
         if self._measure is not None:
             self._measure.measure_updates()
 
