@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from copy import deepcopy
 from typing import Any
 
-from ..errors import Unsupported, UsageError
+from ..errors import DoesNotFit, UsageError
 from .live_values import fit_to_live
 
 __all__ = [
@@ -173,7 +173,7 @@ def create_state(optimizer: Any, wanted: Sequence[object], plans: Plans) -> None
         plans: [(live param group, the checkpoint's group with its options)].
 
     Raises:
-        Unsupported: the step fails.
+        DoesNotFit: the step fails, also with the job's own options.
     """
     import torch
 
@@ -200,9 +200,10 @@ def create_state(optimizer: Any, wanted: Sequence[object], plans: Plans) -> None
             restore()
             step()
     except Exception as e:
-        raise Unsupported(
-            f"{type(optimizer).__name__} creates no state in a step with zero gradients ({e}). Use dcp.load "
-            "with storage_reader and your own state dict."
+        raise DoesNotFit(
+            f"{type(optimizer).__name__} of the job creates no state: its step fails with zero gradients "
+            f"({type(e).__name__}: {str(e).partition('. ')[0].rstrip('.')}). Give the job an optimizer that can train "
+            "its parameters as they are sharded, or load with dcp.load, storage_reader and your own state dict."
         ) from e
     finally:
         for p, gradient in gradients:

@@ -140,9 +140,8 @@ class LiveJob:
             anywhere: the FQNs that some rank of the job has.
 
         Raises:
-            DoesNotFit: the job has other names, shapes or kinds; with all differences.
-            Unsupported: the checkpoint has other values for two names of one tied parameter, or no optimizer state, or
-                an optimizer creates none.
+            DoesNotFit: the job has other names, shapes or kinds, with all differences; or an optimizer creates none.
+            Unsupported: the checkpoint has other values for two names of one tied parameter, or no optimizer state.
             UsageError: the optimizer has a parameter that the model does not have.
         """
         problems = self._match_model(anywhere)
@@ -300,7 +299,8 @@ class LiveJob:
         does not fit, a sentence each. What it changes is undone by `undo`.
 
         Raises:
-            Unsupported: the checkpoint has no optimizer state, or an optimizer creates none.
+            Unsupported: the checkpoint has no optimizer state.
+            DoesNotFit: an optimizer creates none.
             UsageError: an optimizer has a parameter that the model does not have.
         """
         if not any(e.component == "optim" for e in self.entries.values()):
@@ -423,7 +423,7 @@ class LiveJob:
             plans: [(live param group, the checkpoint's group with its options)].
 
         Raises:
-            Unsupported: an optimizer creates no state.
+            DoesNotFit: an optimizer creates no state.
         """
         before = [(o, dict(o.state)) for o in self.optimizers]
 

@@ -143,10 +143,7 @@ def describe_misfit(got: Trace) -> str:
     ]
     found = "; ".join(p for p in parts if p)
     if not found:
-        why = (got.failed or "").partition("does not fit the job: ")[2].rstrip(".")
-        return (
-            f"the model fits, the optimizer or the scheduler does not: {why}"
-            if why
-            else "the model fits, the optimizer or the scheduler does not"
-        )
+        failed = got.failed or ""
+        why = (failed.partition("does not fit the job: ")[2] or failed).rstrip(".")
+        return f"the model fits, the optimizer or the scheduler does not: {why}"
     return f"{found}. Give the job that saved the checkpoint"

@@ -28,7 +28,9 @@ from typing import Any, NoReturn
 from ...engine.opening import OpenCheckpoint
 from ...engine.workers.local_worker import die_with_parent
 from ...errors import CkpttoolError, CommandLine, DoesNotFit, kind_of, name_flags
-from ...live.collectives import gather_objects
+from ...index.checkpoint import Checkpoint, Value
+from ...index.fqns import split_extra_state
+from ...live.collectives import do_all_ranks_meet, gather_objects
 from ...live.job_optimizers import list_optimizers, remember_options
 from ...live.load import load_opened
 from ...live.plain_values import is_lossless_cast
@@ -409,6 +411,8 @@ def _load_checkpoint(
     if not all(gather_objects(fits)):
         stored = {t.local_name: t.shape for t in opened.checkpoint.tensors.values() if t.component == "model"}
         live = {n.removeprefix("model."): tuple(t.shape) for n, t in named_state(job.model).items()}
+        # extra states are loaded by the modules, whatever they are
+        stored, live = ({n: s for n, s in x.items() if split_extra_state(n) is None} for x in (stored, live))
         out.misfit = misfit.compare_names(stored, live, out.tied)
     errors = {p: r for r, p in reversed(list(enumerate(problems))) if p is not None}
     if not errors:
