@@ -44,7 +44,7 @@ def list_not_verified(reference: Trace | None, got: Trace, checks: Sequence[Chec
     """
     if got.failed is not None:
         return ["everything after loading: the checkpoint could not be loaded", *_unread_files(got)]
-    out = [*_same_job(reference, got), *_not_run(reference), *_switched_off(got)]
+    out = [*_same_job(reference, got), *_not_run(reference), *_own_loading(got), *_switched_off(got)]
     out += [*_copies_not_saved(reference, got), *_idle_scheduler(reference, got)]
     out += [*_perhaps_lost(reference, got, checks), *_unused_state(reference, got)]
     out += [*_unread_files(got), *_partly_compared(reference, got), *_checks_not_judged(checks)]
@@ -106,6 +106,15 @@ def _switched_off(got: Trace) -> Iterator[str]:
     if got.environment.get("random") == "seeded":
         yield (
             "the random numbers that the forward pass draws: they were seeded, and not continued from the checkpoint's"
+        )
+
+
+def _own_loading(got: Trace) -> Iterator[str]:
+    """Yield a sentence about the job's own code that loads state, which did not run."""
+    if functions := got.environment.get("own_loading"):
+        yield (
+            "loading code of the job's own classes, which did not run, since ckpttool fills tensors in place: "
+            f"{escape_unprintable(list_first(functions, 8))}"
         )
 
 

@@ -54,6 +54,7 @@ from ..trace.live_facts import (
     has_dropout,
     held_values,
     list_dropouts,
+    list_own_loading,
     model_config,
     named_parameters,
     named_state,
@@ -203,6 +204,7 @@ def _begin_trace(settings: RunSettings, job: Job) -> Trace:
     environment["deterministic"] = settings.deterministic
     environment["compile"] = settings.compile
     environment["scheduler_waits"] = job.scheduler_waits
+    environment["own_loading"] = list_own_loading(job.model, list_optimizers(job.optimizer))
     environment["dropout_probabilities"] = sorted({p for _, _, p in list_dropouts(job.model) if p > 0})
     return Trace(
         source=settings.source,

@@ -33,6 +33,7 @@ __all__ = [
     "held_values",
     "is_same_on_all_ranks",
     "list_dropouts",
+    "list_own_loading",
     "model_config",
     "named_parameters",
     "named_state",
@@ -295,6 +296,40 @@ def list_dropouts(model: Any) -> list[tuple[Any, str, float]]:
                 if "drop" in name and isinstance(value, float):
                     out.append((module, name, value))
     return out
+
+
+#: Packages whose loading code does nothing to a tensor that was filled in place.
+_KNOWN_LOADERS = ("torch", "transformers", "peft", "ckpttool")
+
+
+def list_own_loading(model: Any, optimizers: Iterable[Any]) -> list[str]:
+    """List the functions of a job that torch calls as it loads a state dict into modules and optimizers, and that
+    `ckpttool.load` does not call: load_state_dict and _load_from_state_dict of classes, and hooks, with the first
+    module that has them. Those of torch, transformers and peft are left out."""
+    found: dict[Any, str] = {}
+    for name, module in model.named_modules():
+        for method in ("load_state_dict", "_load_from_state_dict"):
+            found.setdefault(_function_of(getattr(module, method)), "")
+        for hook in (*module._load_state_dict_pre_hooks.values(), *module._load_state_dict_post_hooks.values()):
+            found.setdefault(_function_of(hook), f" (a hook of {name or 'the model'})")
+    for optimizer in optimizers:
+        found.setdefault(_function_of(optimizer.load_state_dict), "")
+        for kind in ("pre", "post"):
+            for hook in getattr(optimizer, f"_optimizer_load_state_dict_{kind}_hooks", {}).values():
+                found.setdefault(_function_of(hook), f" (a hook of {type(optimizer).__name__})")
+    return [
+        f"{x.__module__}.{x.__qualname__}{of}"
+        for x, of in found.items()
+        if str(x.__module__).partition(".")[0] not in _KNOWN_LOADERS
+    ]
+
+
+def _function_of(x: Any) -> Any:
+    """Return the function inside a bound method, a partial function or torch's wrapper of a hook; the class of another
+    callable object."""
+    for inner in ("hook", "func", "__func__"):
+        x = getattr(x, inner, x)
+    return x if hasattr(x, "__qualname__") else type(x)
 
 
 def dtype_name(tensor: Any) -> str:

@@ -35,7 +35,8 @@ class EnvironmentRecord(TypedDict, total=False):
     forward pass draws random numbers: "restored" from the checkpoint, or "seeded". `rng_restored` is whether the
     checkpoint had generators for as many ranks. `copies_differ` are tensors whose copies on several ranks differ,
     `rounded` those that the job holds less precisely than the files. `as_stored` and `not_rounded` are set by
-    `differences.in_stored_dtypes`.
+    `differences.in_stored_dtypes`. `own_loading` are functions of the job that torch calls as it loads a state dict,
+    and `ckpttool.load` does not (`live_facts.list_own_loading`).
     """
 
     ckpttool: str
@@ -58,6 +59,7 @@ class EnvironmentRecord(TypedDict, total=False):
     rounded: list[str]
     as_stored: list[str]
     not_rounded: list[str]
+    own_loading: list[str]
 
 
 class LogitSketch(TypedDict, total=False):
