@@ -10,6 +10,7 @@ from ..errors import CkpttoolError
 
 __all__ = [
     "broadcast_bytes",
+    "do_all_ranks_meet",
     "gather_objects",
     "rank_and_world",
     "run_on_first_rank",
@@ -57,6 +58,24 @@ def gather_objects(mine: Any, group: Any = None) -> list[Any]:
     every: list[Any] = [None] * dist.get_world_size(group)
     dist.all_gather_object(every, mine, group=group)
     return every
+
+
+_met = itertools.count()
+
+
+def do_all_ranks_meet(seconds: float) -> bool:
+    """Tell whether every rank of the job calls this within some seconds, each as often as the others. Unlike in a
+    collective, no rank waits longer for one that does not come."""
+    if not _in_job():
+        return True
+    import torch.distributed as dist
+
+    store, key = dist.distributed_c10d._get_default_store(), f"ckpttool-met-{next(_met)}"
+    count, deadline = store.add(key, 1), time.monotonic() + seconds
+    while count < dist.get_world_size() and time.monotonic() < deadline:
+        time.sleep(0.05)
+        count = store.add(key, 0)
+    return bool(count >= dist.get_world_size())
 
 
 def broadcast_bytes(data: bytes | None, source: int) -> bytes:

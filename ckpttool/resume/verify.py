@@ -378,6 +378,7 @@ def make_report(request: VerifyRequest, recorded: Trace | None, outcome: Outcome
     from .compare.not_verified import list_not_verified
 
     judgement, traces = outcome.judgement, outcome.traces
+    _refuse_failed_job(outcome)
     got, reference = traces["candidate"], traces.get("reference") or recorded
     causes = _find_causes(request, reference, outcome) if judgement.failed else []
     not_verified = list_not_verified(reference, got, judgement.checks)
@@ -418,6 +419,20 @@ def _explain_no_second() -> str:
             "without them, on one machine"
         )
     return "a resume at another world size: this machine has too few GPUs"
+
+
+def _refuse_failed_job(outcome: Outcome) -> None:
+    """Refuse a job whose optimizer failed, unless what it got from the checkpoint is not the reference's, which may be
+    why.
+
+    Raises:
+        CkpttoolError: it failed with the reference, or with the same state and options.
+    """
+    for label, trace in outcome.traces.items():
+        known = label == "candidate" and any(c.stage in ("state", "configuration") for c in outcome.judgement.failed)
+        if trace.stopped is not None and not known:
+            step = trace.start + 1 + len(trace.steps)
+            raise CkpttoolError(f"the optimizer of the job fails in step {step} of the {label}: {trace.stopped}.")
 
 
 def _find_causes(request: VerifyRequest, reference: Trace | None, outcome: Outcome) -> list[Cause]:

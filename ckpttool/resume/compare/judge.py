@@ -60,6 +60,7 @@ ORDER = (
     "after.counters",
     "after.groups",
     "after.schedule",
+    "run.completed",
     "run.ranks",
     "run.finite",
     "run.spike",
@@ -190,6 +191,8 @@ def judge(
         envelope = dynamics.envelope()
     elif (tied := state_checks.check_own_tying(got)) is not None:
         made.append(tied)
+    if (completed := run_checks.check_completed(got)) is not None:
+        made.append(completed)
     made += [
         run_checks.check_probe_ranks(got),
         run_checks.check_ranks(got),

@@ -21,6 +21,7 @@ from .differences import (
 from .verdict import Check
 
 __all__ = [
+    "check_completed",
     "check_dead",
     "check_finite",
     "check_probe",
@@ -189,6 +190,14 @@ def check_finite(got: Trace) -> Check:
     return Check.of(
         name, True, f"loss and norms are finite numbers in {count_noun(len(got.steps), 'step')}", source="exact"
     )
+
+
+def check_completed(got: Trace) -> Check | None:
+    """Check that no step of the optimizer failed; None if none did."""
+    if got.stopped is None:
+        return None
+    text = f"the optimizer fails in step {got.start + 1 + len(got.steps)}: {got.stopped}"
+    return Check.of("run.completed", False, text, source="exact")
 
 
 def check_spike(reference: Trace | None, got: Trace) -> Check:

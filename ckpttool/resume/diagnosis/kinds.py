@@ -95,6 +95,7 @@ class CauseKind(Enum):
     SCHEDULE_AHEAD = "schedule-ahead", "The rates of later steps differ: a decay begins elsewhere.", _RATES
     BUFFERS = "buffers", "Buffers that training changes, such as running statistics, are updated otherwise."
     STATE_AFTER = "state-after", "The steps agree and what they leave does not."
+    STEP_FAILED = "step-failed", "The optimizer's step raises an error with the state that it got."
     NO_GRADIENT = "no-gradient", "No gradient arrives."
     SPIKE = "spike", "The grad norm leaps."
     SAVE_OR_LOAD = "save-or-load", "What was saved is not what is loaded again."

@@ -379,7 +379,10 @@ def explain_loss_ranks(context: Context) -> None:
 
 
 def explain_run(context: Context) -> None:
-    """Add a cause for a run that learns nothing, or whose grad norm leaps, where nothing else is wrong."""
+    """Add a cause for a run whose optimizer fails, that learns nothing, or whose grad norm leaps, the latter two where
+    nothing else is wrong."""
+    if "run.completed" in context.failed:
+        context.add(CauseKind.STEP_FAILED, context.failed["run.completed"].text)
     if "run.dead" in context.failed and not context.out:
         context.add(
             CauseKind.NO_GRADIENT,

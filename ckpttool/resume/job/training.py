@@ -20,7 +20,18 @@ from ..trace.records import LogitSketch, MemoryRecord
 from .build import Job
 from .watchdog import enter_stage
 
-__all__ = ["measure_memory", "measure_probe", "measure_recorded_probe", "train_step"]
+__all__ = ["OptimizerStepError", "measure_memory", "measure_probe", "measure_recorded_probe", "train_step"]
+
+
+class OptimizerStepError(Exception):
+    """The optimizer's step raised an error, which may come of the options or the state that it got."""
+
+    def __init__(self, error: Exception) -> None:
+        """Say what the error is, and where it was raised."""
+        at = traceback.extract_tb(error.__traceback__)[-1]
+        place = f"{os.path.basename(at.filename)}:{at.lineno} in {at.name}"
+        super().__init__(f"{type(error).__name__}: {' '.join(str(error).split()).rstrip('.')} (at {place})")
+        self.error = error
 
 
 def _stack_rows(rows: batches.Rows, first: int, last: int, device: Any) -> dict[str, Any]:
@@ -109,7 +120,8 @@ def train_step(job: Job, rows: batches.Rows, step: int, settings: RunSettings) -
         step: its number in the whole training, from 1.
 
     Raises:
-        UsageError: no token counts in the loss. Errors of the model pass through.
+        UsageError: no token counts in the loss. OptimizerStepError: the optimizer fails. Errors of the model pass
+            through.
     """
     import torch
     import torch.distributed as dist
@@ -159,7 +171,11 @@ def train_step(job: Job, rows: batches.Rows, step: int, settings: RunSettings) -
     enter_stage(f"{where}, optimizer")
     if settings.clip is not None:
         _clip_gradients(job.model, settings.clip, norm)
-    job.optimizer.step()
+    try:
+        with name_missing_kernel():
+            job.optimizer.step()
+    except (RuntimeError, ValueError, TypeError, LookupError, ArithmeticError, AttributeError) as e:
+        raise OptimizerStepError(e) from e
     if job.scheduler is not None and not job.scheduler_waits:
         job.scheduler.step()
     job.optimizer.zero_grad()

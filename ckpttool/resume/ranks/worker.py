@@ -41,7 +41,13 @@ from ..job.build import Job, build_job
 from ..job.origin import OriginLoad, find_origin
 from ..job.round_trip import round_trip
 from ..job.saving import save_job
-from ..job.training import measure_memory, measure_probe, measure_recorded_probe, train_step
+from ..job.training import (
+    OptimizerStepError,
+    measure_memory,
+    measure_probe,
+    measure_recorded_probe,
+    train_step,
+)
 from ..job.user_job import check_batches_fit_model
 from ..job.watchdog import Beat, beat_to_json, enter_stage, publishing_beats, report_progress, write_stages_to
 from ..request import RunSettings, Status, read_settings
@@ -72,6 +78,9 @@ from ..trace.state_after import read_state_after, sketch_buffers, walk_schedule
 from .torchrun import exit_process, is_lost_peer, joined_job
 
 __all__ = ["run_job"]
+
+#: Seconds in which all ranks come to the error of an optimizer, if all do.
+_PATIENCE = 2.5
 
 #: The components of a checkpoint that are loaded into the job; what else it holds is compared as it is in the files.
 _IN_JOB = ("model", "optim")
@@ -125,7 +134,10 @@ def _train_fresh(settings: RunSettings, probe_file: str, status: Status, begin: 
     last = settings.fresh_steps
     with name_missing_kernel():
         for step in range(1, last + 1):
-            out.steps.append(train_step(job, rows, step, replace(settings, start=0, steps=last)))
+            try:
+                out.steps.append(train_step(job, rows, step, replace(settings, start=0, steps=last)))
+            except OptimizerStepError as e:
+                raise e.error from None
             status(f"step {step} of {last} before the save: loss {out.steps[-1].loss:.6g}")
     begin("looking at what the job holds")
     apart = _fingerprint_job(job, True, out)
@@ -185,11 +197,19 @@ def _train(
         measure_probe(job, rows, settings, probe_file, out)
         measure_recorded_probe(job, settings, out)
         for k in range(settings.steps):
-            out.steps.append(train_step(job, rows, settings.start + 1 + k, settings))
+            try:
+                out.steps.append(train_step(job, rows, settings.start + 1 + k, settings))
+            except OptimizerStepError as e:
+                # where it is the same on all ranks, options or state of the checkpoint may explain it
+                if is_lost_peer(e.error) or not do_all_ranks_meet(_PATIENCE):
+                    raise e.error from None
+                out.stopped = str(e)
+                break
             status(f"step {k + 1} of {settings.steps}: loss {out.steps[-1].loss:.6g}")
             if k == 0:
                 round_trip(job, settings, out, status)
-        _look_after_last_step(job, settings, out)
+        if out.stopped is None:
+            _look_after_last_step(job, settings, out)
     if any(gather_objects(job.random)):
         out.environment["random"] = "restored" if settings.keep_dropout else "seeded"
     out.final, _ = fingerprint.fingerprint_tensors(named_state(job.model, job.optimizer), collective_device(job.model))

@@ -106,6 +106,7 @@ class Trace:
 
     failed: why the checkpoint could not be loaded into the job; then only `start` and the names in `state` are set,
         without fingerprints. `misfit` is how names and shapes differ, if that is why.
+    stopped: why the training ended early: the error of the optimizer's step, on every rank; None if it did not.
     state: {canonical name: (dtype, shape, fingerprint)} of the tensors in the job after loading, at step `start`.
     final: {canonical name: fingerprint} of the tensors in the job after its last step.
     others: the same for tensors and arrays that no job holds (scaler, dataloader, random states, averages of weights),
@@ -141,6 +142,7 @@ class Trace:
     source: str = ""
     layout: str | None = None
     failed: str | None = None
+    stopped: str | None = None
     misfit: MisfitRecord | None = None
     start: int = 0
     world_size: int | None = None
