@@ -144,6 +144,8 @@ def train_step(job: Job, rows: batches.Rows, step: int, settings: RunSettings) -
             _seed_by_row(settings.seed, row)
         before = _generator_states(settings) if first else None
         loss, count, _ = job.loss(job.model, batch)
+        if i == 0 and job.own_loss is not None:
+            tokens = _count_as_loss_does(float(count), batch, sum(c for _, c in data), known)
         job.random = job.random or (first and before != _generator_states(settings))
         if counts:
             total += torch.stack([loss.detach().double(), count.detach().double().to(device)])
@@ -157,7 +159,7 @@ def train_step(job: Job, rows: batches.Rows, step: int, settings: RunSettings) -
     counted = float(total[1].item())
     if not counted > 0:
         raise UsageError(f"no token of step {step} counts in the loss: are all its labels {batches.IGNORED}?")
-    if counted != tokens:  # the user's own loss counts other tokens
+    if counted != tokens:  # the user's own loss counts in a way of its own
         for p in job.model.parameters():
             if p.grad is not None:
                 fingerprint.local_shard(p.grad).mul_(tokens / counted)
@@ -229,9 +231,12 @@ def _generator_states(settings: RunSettings) -> Any:
     return [s.numpy().tobytes() for s in states], key.tobytes(), position, rest, random.getstate()  # type: ignore[union-attr]
 
 
-def _count_tokens(data: list[tuple[dict[str, Any], bool]], settings: RunSettings) -> tuple[int, str | None, list[str]]:
-    """Gather what ranks know of a step's batch: (tokens that count in the loss, digest of the rows, the marks of the
-    rows of each rank). A collective.
+class _StepBatch(NamedTuple):
+    """What ranks know of a step's batch: the numbers that a loss may divide by (`_possible_counts`), and the fields of
+    a `Step` about it."""
+
+    counts: list[int]
+    fields: dict[str, Any]
 
     The digest is None and the marks are [] where samples are no rows of tokens; then samples are counted.
 
@@ -243,21 +248,43 @@ def _count_tokens(data: list[tuple[dict[str, Any], bool]], settings: RunSettings
     tokens, known = 0, True
     mine: list[Any] = []
     copy = bool(dist.get_rank() % settings.mesh.get("tp", 1))
-    for batch, counts in data:
-        if not counts or copy:
-            continue
-        labels = batch.get("labels", batch.get("input_ids"))
-        if labels is None or labels.dim() < 2:
-            known = False
-            tokens += len(next(iter(batch.values())))
-            continue
-        tokens += int((labels[:, 1:] != batches.IGNORED).sum().item())
-        mine.extend(batch["input_ids"].cpu().numpy())
-    parts = [p for p in gather_objects((tokens, *batches.digest_and_marks(mine), known, copy)) if not p[4]]
-    total = max(1, sum(p[0] for p in parts))
-    if not all(p[3] for p in parts):
-        return total, None, []
-    return total, f"{sum(p[1] for p in parts) % (1 << 128):032x}", [p[2] for p in parts]
+    mine = [batch for batch, counts in data if counts and not copy]
+    digest = batches.add_digests([batches.digest_batch(batch) for batch in mine])
+    parts = [p for p in gather_objects(([_possible_counts(b) for b in mine], digest, copy)) if not p[2]]
+    totals = [sum(column) for column in zip(*(counts for part in parts for counts in part[0]), strict=True)]
+    return _StepBatch([max(1, n) for n in totals], batches.describe_batch([p[1] for p in parts]))
+
+
+def _possible_counts(batch: Mapping[str, Any]) -> list[int]:
+    """Count a micro-batch in every way that a loss may: first the labels after the first that count, or the rows where
+    samples are no rows of tokens; then all elements, those that count, and those after the first of every tensor of
+    integers, and the rows. The same ways for every batch of a job."""
+    labels = batch.get("labels", batch.get("input_ids"))
+    rows = len(next(iter(batch.values())))
+    out = [rows if labels is None or labels.dim() < 2 else int((labels[:, 1:] != batches.IGNORED).sum().item())]
+    for x in (batch[k] for k in sorted(batch)):
+        if str(x.dtype) in ("torch.int64", "torch.int32") and x.dim():
+            later = x[:, 1:] if x.dim() > 1 else x
+            out += [x.numel(), int((x != batches.IGNORED).sum().item()), int((later != batches.IGNORED).sum().item())]
+    return [*out, rows]
+
+
+def _count_as_loss_does(count: float, batch: Mapping[str, Any], passes: int, step: _StepBatch) -> float:
+    """Return the number that the job's own loss will have counted in a whole step, from what it counted in the first
+    micro-batch of each rank. A collective.
+
+    In bfloat16 a gradient must be divided by that number before the backward pass: dividing by another, and making up
+    for it afterwards, rounds otherwise.
+
+    Args:
+        count: what the loss counted in this rank's first micro-batch.
+        batch: that micro-batch.
+        passes: how many micro-batches of this rank count.
+        step: what is known of all micro-batches.
+    """
+    every = gather_objects(([n == count for n in _possible_counts(batch)], count * passes))
+    right = [all(ways) for ways in zip(*(fits for fits, _ in every), strict=True)]
+    return step.counts[right.index(True)] if True in right else max(1.0, sum(c for _, c in every))
 
 
 def _set_learning_rates(job: Job, step: int, settings: RunSettings) -> list[float]:
