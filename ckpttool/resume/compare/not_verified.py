@@ -29,7 +29,6 @@ _BESIDE = {
     "dataloader": "dataloader",
     "scaler": "grad scaler",
     "extra": "other values",
-    "model": "extra states of modules",
     "optim": "optimizer state of parameters that this job does not train",
 }
 
@@ -176,6 +175,8 @@ def _unused_state(reference: Trace | None, got: Trace) -> Iterator[str]:
         yield f"compared as stored, but not used by this job: {', '.join(compared)}"
     if rest := [what for what in held.values() if what not in compared]:
         yield f"not used by this job, and compared with nothing: {', '.join(rest)}"
+    if side_state_of(got, "model") and not ("model" in apart and apart["model"].compared):
+        yield "extra states of modules, which are loaded: compared with nothing"
     extra = [n for found in apart.values() if found.compared for n in found.extra]
     if extra:
         yield f"only in this checkpoint, so compared with nothing: {escape_unprintable(list_first(extra))}"

@@ -14,6 +14,8 @@ from collections.abc import Collection, Mapping
 from typing import Any
 
 from ...errors import UsageError, argument
+from ...index.checkpoint import Path
+from ...index.fqns import EXTRA_STATE, strip_wrappers
 from ...live.collectives import gather_objects
 from ...printable import count_noun, list_first
 from . import fingerprint
@@ -94,6 +96,7 @@ def gather_side_state(given: Mapping[str, Any], device: Any) -> dict[str, Any]:
     Args:
         given: what `check_sources` returned.
         device: for collectives.
+        model: the extra states of its modules are gathered, too; None for none.
     """
     wrong: dict[str, str] = {}
     mine = collect_side_state({})
@@ -151,6 +154,22 @@ def gather_side_state(given: Mapping[str, Any], device: Any) -> dict[str, Any]:
         "generators": [p[4] for p in parts],
         "unrecorded": unrecorded,
     }
+
+
+def _extra_states_of(model: Any) -> dict[Path, object]:
+    """Return {canonical path: what get_extra_state() returned} of the modules of a model that have one of their own, as
+    its state_dict() has them; tensors are left out, since they are among those of the model. {} for None."""
+    from torch.nn import Module
+
+    if model is None:
+        return {}
+    found = {
+        f"{name}.{EXTRA_STATE}".removeprefix("."): module.get_extra_state()
+        for name, module in model.named_modules()
+        if type(module).get_extra_state is not Module.get_extra_state
+    }
+    clean = strip_wrappers([*found, *(n for n, _ in model.named_parameters())])
+    return {("model", clean[n]): x for n, x in found.items() if not hasattr(x, "element_size")}
 
 
 def _merge_ranks(parts: list[dict[str, Any]], variants: dict[str, list[Any]]) -> dict[str, Any]:
