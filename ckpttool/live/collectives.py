@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import pickle
+import time
 from collections.abc import Callable
 from typing import Any, TypeVar
 

@@ -171,9 +171,10 @@ COLUMNS: dict[str, dict[str, tuple[float, float]]] = {
     },
 }
 
-#: Where Muon runs at another world size: it multiplies shards of a momentum in bf16 and sums them over ranks. Four to
-#: six times the deviations at 1, 2 and 3 ranks (update 2.7e-3, of a tensor 8.0e-3, in direction 4.0e-2; a step later
-#: loss 1.6e-5, gradient 4.1e-4, of a tensor 1.6e-3, in direction 1.3e-2; then weights 1.7e-2, moments 1.2e-2).
+#: Where Muon runs at another world size, or is compared with a recording: it multiplies shards of a momentum in bf16
+#: and sums them over ranks, and a last bit of a gradient becomes one of bf16. Four to six times the deviations at 1, 2
+#: and 3 ranks (update 2.7e-3, of a tensor 8.0e-3, in direction 4.0e-2; a step later loss 1.6e-5, gradient 4.1e-4, of a
+#: tensor 1.6e-3, in direction 1.3e-2; then weights 1.7e-2, moments 1.2e-2).
 _MUON: dict[str, tuple[float, float]] = {
     "loss": (0, 8e-5),
     "grad_norm": (0, 2e-3),
@@ -326,12 +327,12 @@ def choose_bounds(
         out[name] = Bound(table[key][1])
     if chosen in ("relaxed", "fp32, other kernels", "bf16 parameters, other kernels"):
         out = {n: b._replace(source="given") for n, b in out.items()}
-    if chosen != "relaxed" and _uses_muon(got) and reference.world_size != got.world_size:
+    recorded = reference.layout is None
+    if chosen != "relaxed" and _uses_muon(got) and (recorded or reference.world_size != got.world_size):
         for k, stage in enumerate(("step1", "steps")):
             found = {f"{stage}.{s}": _MUON[s][k] for s in SIGNALS} | {n: _MUON[key][k] for n, key in AFTER.items()}
             for name, bound in found.items():
                 out[name] = out[name]._replace(relative=max(bound, out[name].relative))
-    recorded = reference.layout is None
     for name, deviation in (noise or {}).items():
         times = _CALIBRATION
         if recorded:

@@ -11,6 +11,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, TypeVar
 
+from ...layouts import program_of
+from ...printable import count_noun, list_first
 from ..text import fqn_of, is_step
 from ..trace.model import Step, Trace
 from ..trace.records import EnvironmentRecord
@@ -22,6 +24,7 @@ T = TypeVar("T")
 __all__ = [
     "MISSING",
     "are_alike",
+    "common_inputs",
     "common_steps",
     "config_differences",
     "describe_lost_options",
@@ -32,6 +35,7 @@ __all__ = [
     "ignored_config_keys",
     "ignored_options",
     "in_stored_dtypes",
+    "inputs_of_one_side",
     "job_obstacle",
     "loaded_versions",
     "lost_options",
@@ -467,6 +471,34 @@ def common_steps(reference: Trace, got: Trace) -> list[tuple[Step, Step]]:
     """Return the steps that both traces have, in order: [(expected, found)]."""
     theirs = {s.step: s for s in reference.steps}
     return [(theirs[s.step], s) for s in got.steps if s.step in theirs]
+
+
+def _inputs_of(step: Step) -> dict[str, str]:
+    """Return {key of a sample: digest of its tensors in a step}, without keys that are not known."""
+    return {**({} if step.batch is None else {"input_ids": step.batch}), **step.inputs}
+
+
+def common_inputs(expected: Step, found: Step) -> dict[str, bool]:
+    """Return {key of a sample that both sides have: whether its tensors are equal in a step}."""
+    theirs, ours = _inputs_of(expected), _inputs_of(found)
+    return {k: mark == ours[k] for k, mark in theirs.items() if k in ours}
+
+
+def differing_inputs(expected: Step, found: Step) -> list[str] | None:
+    """List the keys of the samples in which the batches of a step differ; [] if none does, None if no key is known on
+    both sides. Where each key has the same tensors, but not together with the same of the others, all are listed."""
+    common = common_inputs(expected, found)
+    wrong = [k for k, same in common.items() if not same]
+    if not wrong and None not in (expected.samples, found.samples) and _inputs_of(expected) == _inputs_of(found):
+        return list(common) if expected.samples != found.samples else []
+    return wrong if common else None
+
+
+def inputs_of_one_side(reference: Trace, got: Trace) -> list[str]:
+    """List the keys of samples that only one side has, so that they are compared with nothing; [] where no step has a
+    batch on both sides."""
+    pairs = ((_inputs_of(a), _inputs_of(b)) for a, b in common_steps(reference, got))
+    return next((sorted(a.keys() ^ b.keys()) for a, b in pairs if a and b), [])
 
 
 def first_common_step(reference: Trace, got: Trace) -> tuple[Step, Step] | None:

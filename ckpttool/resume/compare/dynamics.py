@@ -18,12 +18,20 @@ from dataclasses import dataclass
 from itertools import chain
 
 from ...errors import argument
-from ...printable import count_noun
+from ...printable import count_noun, list_first
 from ..trace.batches import split_marks
 from ..trace.model import Step, Trace
 from . import bounds as table
 from .bounds import SIGNALS, Bound
-from .differences import common_steps, job_obstacle, rates_by_group, relative_deviation, tensor_deviations
+from .differences import (
+    common_steps,
+    differing_inputs,
+    job_obstacle,
+    rates_by_group,
+    relative_deviation,
+    tensor_deviations,
+)
+from .side_state_differences import is_recording
 from .verdict import Check
 
 __all__ = ["StepComparison", "count_common_rows", "count_marks"]
@@ -78,7 +86,7 @@ def _data_obstacle(reference: Trace, got: Trace) -> str | None:
     If the first batches are equal, file names do not matter.
     """
     both = common_steps(reference, got)
-    if both and both[0][0].batch is not None and both[0][0].batch == both[0][1].batch:
+    if both and differing_inputs(*both[0]) == []:
         return None
     if None not in (reference.data, got.data) and reference.data != got.data:
         return f"the data is {got.data}, the reference used {reference.data}"
@@ -276,9 +284,12 @@ class StepComparison:
     def _explain_lacking(self, stage: str, signal: str) -> str:
         """Return a text that says which side lacks a signal in a stage, and how to record it."""
         attribute = _OF_TENSORS.get(signal, signal)
-        bare = [a for _, a, _ in self._steps_of_stage(stage) if getattr(a, attribute) in (None, {}, [], "")]
+        steps = [a for _, a, _ in self._steps_of_stage(stage)]
+        bare = [a for a in steps if getattr(a, attribute) in (None, {}, [], "")]
+        if signal == "batch":
+            bare = [a for a in steps if a.batch is None and not a.inputs]
         who = "the reference" if bare else "the run"
-        hint = f": {_HINTS[signal]}" if bare and signal in _HINTS else ""
+        hint = f": {_HINTS[signal]}" if bare and signal in _HINTS and is_recording(self.reference) else ""
         if not bare and "update" in signal:
             hint = f": {argument('updates', False)} was given"
         return f"{who} does not have {_WORDS[signal]}{hint}"
@@ -288,16 +299,25 @@ class StepComparison:
         name = f"{stage}.batch"
         if why := self._no_common_step(stage) or _data_obstacle(self.reference, self.got):
             return Check.unknown(name, why)
-        known = [(a, b) for _, a, b in self._steps_of_stage(stage) if a.batch is not None and b.batch is not None]
+        pairs = [(a, b, differing_inputs(a, b)) for _, a, b in self._steps_of_stage(stage)]
+        known = [(a, b, keys) for a, b, keys in pairs if keys is not None]
         if not known:
+            sides = [[s.batch is None and not s.inputs for s in two] for *two, _ in pairs]
+            if not any(map(any, sides)):
+                return Check.unknown(name, "the samples of the two sides have no key in common")
             return Check.unknown(name, self._explain_lacking(stage, "batch"))
-        wrong = [b.step for a, b in known if a.batch != b.batch]
+        wrong = [x for x in known if x[2]]
         if not wrong:
             return Check.of(name, True, f"the same batch in {count_noun(len(known), 'step')}", 0, 0, "exact")
+        expected, got, keys = wrong[0]
         text = f"batches that differ from the reference's in {len(wrong)} of {count_noun(len(known), 'step')}"
-        if (rows := next((count_common_rows(a, b) for a, b in known if a.batch != b.batch), None)) is not None:
-            text += f"; {rows[0]} of the {count_noun(rows[1], 'row')} of step {wrong[0]} are the reference's"
-        return Check.of(name, False, text, len(wrong), 0, "exact", f"step {wrong[0]}")
+        if keys != ["input_ids"]:
+            few = f"{len(wrong)} of {count_noun(len(known), 'step')}"
+            verb = "differs" if len(keys) == 1 else "differ"
+            text = f"{list_first(keys)} of the samples {verb} from the reference's in {few}"
+        if "input_ids" in keys and (rows := count_common_rows(expected, got)) is not None:
+            text += f"; {rows[0]} of the {count_noun(rows[1], 'row')} of step {got.step} are the reference's"
+        return Check.of(name, False, text, len(wrong), 0, "exact", f"step {got.step}")
 
     def _check_rates(self, stage: str) -> Check:
         """Check that both sides had the same learning rates in a stage ("step1" or "steps")."""
@@ -326,8 +346,8 @@ def count_marks(step: Step) -> Counter[str]:
 
 def count_common_rows(expected: Step, got: Step) -> tuple[int, int] | None:
     """Count the rows of a step: (those that the reference's step has, too; all of `got`); None if rows were not
-    recorded."""
-    if not expected.rows or not got.rows:
+    recorded, or of token ids on one side alone."""
+    if not expected.rows or not got.rows or (expected.batch is None) != (got.batch is None):
         return None
     ours = count_marks(got)
     return (count_marks(expected) & ours).total(), ours.total()

@@ -168,7 +168,7 @@ def _unused_state(reference: Trace | None, got: Trace) -> Iterator[str]:
     apart = (
         {}
         if reference is None
-        else {c: compare_side_state(reference, got, c) for c in (*_BESIDE, "scheduler", "trainer")}
+        else {c: compare_side_state(reference, got, c) for c in (*_BESIDE, "model", "scheduler", "trainer")}
     )
     compared = [what for c, what in held.items() if c in apart and apart[c].compared]
     if compared:

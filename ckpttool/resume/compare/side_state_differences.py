@@ -277,11 +277,6 @@ def holds_live_state(trace: Trace) -> bool:
     return trace.layout in (None, LIVE)
 
 
-def _digest(x: object) -> str | None:
-    """Return the digest of a `Marked` array; None for a plain value."""
-    return x.digest if isinstance(x, Marked) else None
-
-
 def _is_same_number(a: object, b: object) -> bool:
     """Tell whether one is a number and the other a tensor that holds that number alone, as some layouts keep it."""
     number, marked = (b, a) if isinstance(a, Marked) else (a, b)

@@ -278,7 +278,8 @@ def _check_param_groups(reference: Trace, got: Trace) -> Check:
     good = f"the same options for all {len(ours)} parameters"
     out = Check.exact(name, problems, good, "param groups differ")
     if problems:
-        out.where = next((n for where in found.values() for n in where), None) or [*missing, *extra][0]
+        wrong = (n for where in (*lost.values(), *found.values()) for n in where)
+        out.where = next(wrong, None) or [*missing, *extra][0]
     return out
 
 

@@ -74,6 +74,7 @@ class CauseKind(Enum):
     VALUES = "values", "Other stored values differ, or are lost."
     GLOBAL_BATCH = "global-batch", "The global batch has another size.", _DATA
     SEQUENCE = "sequence", "Sequences have another length.", _DATA
+    DATA_INPUTS = "data-inputs", "Masks, positions, labels or other tensors of the samples differ.", _DATA
     DATA_ROWS = "data-rows", "Ranks read the rows of others, or the data is some samples off.", _DATA
     DATA_RESTART = "data-restart", "The data starts over.", _DATA
     DATA_OFFSET = "data-offset", "The data is some steps off.", _DATA

@@ -13,6 +13,7 @@ from typing import Any
 from ...errors import argument
 from ...printable import count_noun, list_first
 from ..compare.differences import (
+    common_inputs,
     common_steps,
     config_differences,
     describe_lost_options,
@@ -26,7 +27,7 @@ from ..compare.side_state_differences import compare_side_state, side_state_of
 from ..text import describe_changes
 from ..trace.model import Trace
 from .context import Context
-from .kinds import CauseKind
+from .kinds import CauseKind, Topic
 from .row_differences import describe_row_mismatch
 
 #: Checks that fail if one of the two runs clips gradients.
@@ -210,7 +211,9 @@ def explain_side_state(context: Context) -> None:
             text = f"the checkpoint has lost {what}: {list_first(found.missing)}"
         else:
             text = f"{what} differ{'s' if what.endswith(' state') else ''}: {list_first(found.problems)}"
-        context.add(kind, text, context.failed_texts(check))
+        # modules compute with them
+        explains: tuple[Topic, ...] = ("weights",) if component == "model" else ()
+        context.add(kind, text, context.failed_texts(check), explains=explains)
 
 
 def _is_usually_undecayed(name: str) -> bool:
@@ -251,6 +254,27 @@ def _explain_learning_rates(reference: Trace, got: Trace) -> tuple[CauseKind, st
     return CauseKind.LEARNING_RATE, f"the learning rates are {ours!r} and were {theirs!r} in step {b.step}"
 
 
+def _describe_inputs(wrong: Sequence[tuple[Step, Step]]) -> str | None:
+    """Return a text about the tensors of samples that differ where others are equal, such as their masks; None where
+    all differ. `wrong` are the steps whose batches differ, (expected, found)."""
+    every = [common_inputs(x, y) for x, y in wrong]
+    keys = [k for k in (every[0] if every else ()) if not all(same.get(k, True) for same in every)]
+    equal = [k for k in (every[0] if every else ()) if k not in keys]
+    if not equal:
+        return None
+    if not keys:
+        return f"{list_first(equal)} of the samples are those of the reference, but not together with each other"
+    return (
+        f"{list_first(keys)} of the samples {'differs' if len(keys) == 1 else 'differ'} from step "
+        f"{wrong[0][1].step} on, and {list_first(equal)} {'does' if len(equal) == 1 else 'do'} not"
+    )
+
+
+def _batch_of(step: Step) -> str:
+    """Return what tells the batch of a step from others: the digest of its token ids, or else those of its tensors."""
+    return step.batch or repr(sorted(step.inputs.items()))
+
+
 def explain_data(context: Context) -> None:
     """Add a cause for batches that differ, or are those of other steps, if that check failed."""
     reference = context.expected
@@ -269,7 +293,10 @@ def explain_data(context: Context) -> None:
             evidence,
         )
         return
-    wrong = [(x, y) for x, y in common_steps(a, b) if None not in (x.batch, y.batch) and x.batch != y.batch]
+    wrong = [(x, y) for x, y in common_steps(a, b) if differing_inputs(x, y)]
+    if (inputs := _describe_inputs(wrong)) is not None:
+        context.add(CauseKind.DATA_INPUTS, inputs, evidence)
+        return
     tokens = [(x.tokens, y.tokens) for x, y in wrong if x.tokens and y.tokens and x.tokens != y.tokens]
     if tokens and len(tokens) == len(wrong):
         ratio = tokens[0][1] / tokens[0][0]

@@ -8,7 +8,9 @@ from __future__ import annotations
 import os
 import random
 import time
-from typing import Any
+import traceback
+from collections.abc import Mapping
+from typing import Any, NamedTuple
 
 from ...errors import UsageError
 from ...live.collectives import gather_objects
@@ -16,6 +18,7 @@ from ..request import RunSettings
 from ..trace import batches, fingerprint, probing
 from ..trace.live_facts import StepNorms, root_of_squares
 from ..trace.model import Step, Trace
+from ..trace.numerics import name_missing_kernel
 from ..trace.records import LogitSketch, MemoryRecord
 from .build import Job
 from .watchdog import enter_stage
@@ -83,8 +86,8 @@ def measure_probe(job: Job, rows: batches.Rows, settings: RunSettings, file: str
     out.probe = {"agree": len(set(marks)) == 1}
     if not out.probe["agree"] and 2 * marks.count(usual) > len(marks):
         out.probe["odd"] = [rank for rank, m in enumerate(marks) if m != usual]
-    if "input_ids" in batch:
-        out.probe["batch"] = f"{batches.digest_rows(batch['input_ids'].cpu().numpy()):032x}"
+    inputs = batches.digest_batch({k: x for k, x in batch.items() if k != "labels"})
+    out.probe["batch"] = batches.describe_batch([inputs])["samples"]
     if dist.get_rank() == 0:
         np.save(file, found.cpu().numpy(), allow_pickle=False)
         out.probe["file"] = file
@@ -131,7 +134,8 @@ def train_step(job: Job, rows: batches.Rows, step: int, settings: RunSettings) -
     device = _device(settings)
     parts = batches.micro_batches(step, settings.global_batch, settings.micro_batch, job.rank, job.world)
     data = [(_stack_rows(rows, first, last, device), counts) for first, last, counts in parts]
-    tokens, seen, marks = _count_tokens(data, settings)
+    known = _gather_batch(data, settings)
+    tokens: float = known.counts[0]
     rates = _set_learning_rates(job, step, settings)
     measure = StepNorms(job.model)
     _synchronize(settings)
@@ -194,15 +198,14 @@ def train_step(job: Job, rows: batches.Rows, step: int, settings: RunSettings) -
         norm,
         root_of_squares(measure.updates) if measure.updates else None,
         rates,
-        seen,
-        round(counted),
-        seconds,
-        [float(e.item()) for e in every],
-        measure.grads,
-        measure.updates,
-        marks,
-        measure.grad_sketches,
-        measure.update_sketches,
+        tokens=round(counted),
+        seconds=seconds,
+        losses=[float(e.item()) for e in every],
+        grads=measure.grads,
+        updates=measure.updates,
+        grad_sketches=measure.grad_sketches,
+        update_sketches=measure.update_sketches,
+        **known.fields,
     )
 
 
@@ -238,15 +241,15 @@ class _StepBatch(NamedTuple):
     counts: list[int]
     fields: dict[str, Any]
 
-    The digest is None and the marks are [] where samples are no rows of tokens; then samples are counted.
+
+def _gather_batch(data: list[tuple[dict[str, Any], bool]], settings: RunSettings) -> _StepBatch:
+    """Gather what ranks know of a step's batch. A collective.
 
     Args:
         data: (batch, whether it counts) of each micro-batch of this rank.
     """
     import torch.distributed as dist
 
-    tokens, known = 0, True
-    mine: list[Any] = []
     copy = bool(dist.get_rank() % settings.mesh.get("tp", 1))
     mine = [batch for batch, counts in data if counts and not copy]
     digest = batches.add_digests([batches.digest_batch(batch) for batch in mine])

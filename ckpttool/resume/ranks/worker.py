@@ -142,7 +142,7 @@ def _train_fresh(settings: RunSettings, probe_file: str, status: Status, begin: 
     begin("looking at what the job holds")
     apart = _fingerprint_job(job, True, out)
     held = gather_side_state(
-        {} if job.scheduler is None else {"scheduler": job.scheduler}, collective_device(job.model)
+        {} if job.scheduler is None else {"scheduler": job.scheduler}, collective_device(job.model), job.model
     )
     for name, found in held.items():
         setattr(out, name, found)

@@ -21,16 +21,20 @@ from __future__ import annotations
 
 import base64
 import os
-from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
 
 from ...bounded_json import parse
 from ...errors import Corrupt, Unsafe, UsageError, argument
 
 __all__ = [
+    "BatchDigest",
     "Rows",
+    "add_digests",
     "check_data_exists",
+    "describe_batch",
     "digest_and_marks",
+    "digest_batch",
     "digest_rows",
     "micro_batches",
     "open_data",
@@ -93,8 +97,117 @@ def digest_and_marks(rows: Iterable[Any]) -> tuple[int, str]:
     for row in rows:
         whole = blake3(np.ascontiguousarray(row, dtype="<i8").tobytes()).digest(16)
         total += int.from_bytes(whole, "little")
-        marks.append(base64.b64encode(whole[:6]).decode())
+        marks.append(_mark_of(whole))
     return total % (1 << 128), "".join(marks)
+
+
+class BatchDigest(NamedTuple):
+    """The digest of samples: sums mod 2^128 of hashes of each sample, so that their order does not matter, and those of
+    ranks add up.
+
+    `keys` has one for every tensor of a sample, {key: sum}; that of input_ids is what `digest_rows` gives. `whole` is
+    that of whole samples, in which it matters which tensors belong together; None if it is not known. `marks` are those
+    of the rows, as `digest_and_marks` has them: of input_ids, or of whole samples where there are none.
+    """
+
+    keys: dict[str, int]
+    whole: int | None
+    marks: str
+
+
+def digest_batch(batch: Mapping[str, Any]) -> BatchDigest:
+    """Compute the digest of a batch: of dtype, shape and bytes of each tensor of every sample. Integers of any size
+    count as int64.
+
+    Args:
+        batch: {key: tensor or array (samples, ...), or a list of one for each sample}. Further dicts are taken apart,
+            with dots in the keys; what is neither is left out. Where `input_ids` has one dimension, all are of one
+            sample.
+
+    Raises:
+        ValueError: tensors have different numbers of samples.
+        TypeError: token ids are no integers, or elements have no bytes, as those of sparse tensors.
+    """
+    from blake3 import blake3
+
+    arrays = dict(_list_arrays(batch))
+    if getattr(batch.get("input_ids"), "ndim", 2) == 1:
+        arrays = {k: [x] for k, x in arrays.items()}
+    if len(counts := {len(x) for x in arrays.values()}) > 1:
+        sizes = ", ".join(f"{k} {len(x)}" for k, x in arrays.items())
+        raise ValueError(f"its tensors have {len(counts)} numbers of samples: {sizes}")
+    hashes = {k: [_hash_sample(x, k == "input_ids") for x in rows] for k, rows in arrays.items()}
+    together = [
+        blake3(b"".join(k.encode() + b"\0" + hashes[k][i] for k in sorted(hashes))).digest(16)
+        for i in range(max(counts, default=0))
+    ]
+    sums = {k: sum(int.from_bytes(h, "little") for h in every) % (1 << 128) for k, every in hashes.items()}
+    whole = sum(int.from_bytes(h, "little") for h in together) % (1 << 128)
+    return BatchDigest(sums, whole, "".join(map(_mark_of, hashes.get("input_ids", together))))
+
+
+def add_digests(parts: Sequence[BatchDigest]) -> BatchDigest:
+    """Add the digests of parts of a batch, such as micro-batches. Keys that some parts with samples lack are left out,
+    and so is then the digest of whole samples."""
+    full = [p for p in parts if p.keys]
+    common = [k for k in full[0].keys if all(k in p.keys for p in full)] if full else []
+    sums = {k: sum(p.keys[k] for p in full) % (1 << 128) for k in common}
+    wholes = [p.whole if len(p.keys) == len(common) else None for p in full]
+    whole = None if None in wholes else sum(w for w in wholes if w is not None) % (1 << 128)
+    return BatchDigest(sums, whole, "".join(p.marks for p in parts))
+
+
+def describe_batch(ranks: Sequence[BatchDigest]) -> dict[str, Any]:
+    """Return the fields of a `Step` about its batch, from the digests of each rank's part."""
+    total = add_digests(ranks)
+    text = {k: f"{x:032x}" for k, x in total.keys.items()}
+    whole = None if total.whole is None or not text else f"{total.whole:032x}"
+    rows = [rank.marks for rank in ranks] if text else []
+    return {"batch": text.pop("input_ids", None), "inputs": text, "samples": whole, "rows": rows}
+
+
+def _list_arrays(batch: Mapping[str, Any], at: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield (key, tensor, array or list of such for each sample) of a batch; `at` is put before every key."""
+    import numpy as np
+
+    for key, x in batch.items():
+        if isinstance(x, Mapping):
+            yield from _list_arrays(x, f"{at}{key}.")
+        elif getattr(x, "ndim", 0):
+            yield f"{at}{key}", x
+        elif isinstance(x, (list, tuple)) and x:
+            plain = all(isinstance(v, (bool, int, float, list, tuple)) for v in x)
+            if plain or all(hasattr(v, "ndim") for v in x):
+                yield f"{at}{key}", np.asarray(x) if plain else x
+
+
+def _hash_sample(x: Any, ids: bool) -> bytes:
+    """Hash one sample's tensor into 16 bytes: its dtype, shape and elements; of token ids (`ids`) the elements alone,
+    as int64."""
+    import numpy as np
+    from blake3 import blake3
+
+    name = str(getattr(x, "dtype", "")).removeprefix("torch.")
+    if hasattr(x, "detach"):
+        import torch
+
+        x = x.detach().cpu()
+        if name == "bfloat16" or name.startswith("float8"):  # which numpy does not have
+            x = x.view(torch.int16 if x.element_size() == 2 else torch.int8)
+        x = x.numpy()
+    x = np.asarray(x)
+    if ids and x.dtype.kind not in "iub":
+        raise TypeError(f"token ids of dtype {name}")
+    if ids:
+        return blake3(np.ascontiguousarray(x, dtype="<i8").tobytes()).digest(16)
+    if x.dtype.kind in "iu" and "int" in name:
+        name, x = "int", x.astype("<i8")
+    return blake3(f"{name or x.dtype.name} {list(x.shape)} ".encode() + x.tobytes()).digest(16)
+
+
+def _mark_of(whole: bytes) -> str:
+    """Return the mark of a row with this hash: its first 48 bits in base64."""
+    return base64.b64encode(whole[:6]).decode()
 
 
 def split_marks(ranks: Sequence[str]) -> list[list[str]]:

@@ -10,7 +10,7 @@ sizes can be compared as files.
 Recorded lines (JSONL), one object each:
 
     {"ckpttool": 1, "kind": "start", ...}    fields of Trace, as far as known; a later one replaces an earlier one
-    {"kind": "state", "step": 300, "state": {...}, "scalars": {...}, "groups": [...],
+    {"kind": "state", "version": 2, "step": 300, "state": {...}, "scalars": {...}, "groups": [...],
      "values": {...}, "others": {...}, "variants": {...}, "generators": [...], "probe": {...}, "unrecorded": {...},
      "after": {...}, "schedule": {...}}
                                                                                           what the job held at a step
@@ -74,11 +74,12 @@ class Step:
     `step` counts from 1 over the whole training, so that the one after a checkpoint of step n is n + 1. `loss` is the
     mean over the tokens of the global batch. `grad_norm` and `grads` {FQN: norm} are before clipping, `updates` {FQN:
     norm} and `update_norm` of what the optimizer added to the parameters. `learning_rates` has the one used in this
-    step for each param group. `batch` is the digest of the global batch (`batches.digest_rows`), `rows` the marks of
-    the rows of each data-parallel rank (`batches.split_marks`). `losses` is the global loss as each rank has it.
-    `grad_sketches` and `update_sketches` are the sketches of the tensors of `grads` and `updates`, in their order, each
-    over the tensor's norm (sketches.py). `seconds` is forward, backward, clipping and the optimizer, without the
-    measurements.
+    step for each param group. `batch` is the digest of the global batch's input_ids (`batches.digest_rows`), `inputs`
+    {key: digest} those of its other tensors, and `samples` that of whole samples (`batches.digest_batch`). `rows` are
+    the marks of the rows of each data-parallel rank (`batches.split_marks`). `losses` is the global loss as each rank
+    has it. `grad_sketches` and `update_sketches` are the sketches of the tensors of `grads` and `updates`, in their
+    order, each over the tensor's norm (sketches.py). `seconds` is forward, backward, clipping and the optimizer,
+    without the measurements.
     """
 
     step: int
@@ -95,6 +96,8 @@ class Step:
     rows: list[str] = field(default_factory=list)
     grad_sketches: str | None = None
     update_sketches: str | None = None
+    inputs: dict[str, str] = field(default_factory=dict)
+    samples: str | None = None
 
 
 @dataclass
@@ -248,7 +251,7 @@ def read_reference(path: str | os.PathLike[str], at: int | None = None, later: i
                 values, objects = _part_objects(record.get("values", {}), record.get("version", 1))
                 states[int(record["step"])] = {
                     "state": _parse_marks(record["state"]),
-                    "others": _parse_marks(record.get("others", {})),
+                    "others": {**objects, **_parse_marks(record.get("others", {}))},
                     "variants": {str(n): list(v) for n, v in record.get("variants", {}).items()},
                     "generators": [dict(g) for g in record.get("generators", [])],
                     "probe": _parse_probe(record.get("probe", {})),
@@ -260,7 +263,7 @@ def read_reference(path: str | os.PathLike[str], at: int | None = None, later: i
                     "scalars": _parse_floats(record.get("scalars", {})),
                     "groups": [dict(g) for g in record.get("groups", [])],
                     "schedule": _parse_schedule(record.get("schedule", {})),
-                    **({"values": dict(record["values"])} if "values" in record else {}),
+                    **({"values": values} if "values" in record else {}),
                 }
                 every_after[int(record["step"])] = _parse_after(record.get("after", {}))
             elif kind == "lost":
@@ -451,6 +454,7 @@ def _parse_step(data: dict[str, Any]) -> Step:
     for key in ("grad_sketches", "update_sketches"):
         value = getattr(out, key)
         setattr(out, key, None if value is None else str(value))
+    out.inputs = {str(k): str(v) for k, v in out.inputs.items()}
     return out
 
 

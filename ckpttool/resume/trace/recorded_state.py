@@ -10,7 +10,8 @@ waits for another that has gone.
 from __future__ import annotations
 
 import random
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
+from functools import partial
 from typing import Any
 
 from ...errors import UsageError, argument
@@ -85,7 +86,7 @@ def _state_dict_of(source: Any) -> Any:
     return source() if callable(source) else source
 
 
-def gather_side_state(given: Mapping[str, Any], device: Any) -> dict[str, Any]:
+def gather_side_state(given: Mapping[str, Any], device: Any, model: Any = None) -> dict[str, Any]:
     """Gather the fields of a state record from all ranks: {"values", "others", "variants", "generators", "unrecorded"}.
     A collective.
 
@@ -99,6 +100,7 @@ def gather_side_state(given: Mapping[str, Any], device: Any) -> dict[str, Any]:
         model: the extra states of its modules are gathered, too; None for none.
     """
     wrong: dict[str, str] = {}
+    tree: dict[str, Any] = {}
     mine = collect_side_state({})
     for key, source in given.items():
         try:

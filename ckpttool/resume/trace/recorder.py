@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -27,7 +27,7 @@ from ...errors import UsageError, argument
 from ...live.collectives import gather_objects
 from ...live.job_optimizers import OptimizerList, list_optimizers
 from ...printable import count_noun, list_first, printable
-from .batches import digest_and_marks
+from .batches import BatchDigest, add_digests, describe_batch, digest_batch
 from .fingerprint import can_fingerprint, fingerprint_each_rank, fingerprint_tensors
 from .live_facts import (
     StepNorms,
@@ -72,8 +72,9 @@ class Recorder:
 
     Args:
         path: the JSONL file; records are appended. Only rank 0 opens it.
-        model, optimizer: of the job, as they train (sharded, wrapped). If the optimizer is not one of torch
-            (DeepSpeed's engine has its own), pass None, and pass the learning rates to `step`.
+        model, optimizer: of the job, as they train (sharded, wrapped). Several optimizers that step after one backward
+            pass (Muon beside AdamW) are a list. If the optimizer is not one of torch (DeepSpeed's engine has its own),
+            pass None, and pass the learning rates to `step`.
         norms: whether to record the norms of every parameter's gradient and update in each step. This costs a copy of
             this rank's shards and two passes over them.
         scheduler, scaler, dataloader: whose state the checkpoint stores, too: objects with `state_dict()` (a list of
@@ -155,7 +156,7 @@ class Recorder:
         with self._warn_instead(f"state of step {step}"):
             model, optimizer = self._model, self._optimizer
             device = "cpu" if model is None else collective_device(model)
-            found = gather_side_state(self._sources, device)
+            found = gather_side_state(self._sources, device, model)
             lacks: dict[str, str] = {}
             for key in ("scheduler", "scaler", "dataloader", "extra"):
                 if key not in self._sources:
@@ -272,7 +273,8 @@ class Recorder:
             step: its number; the first of a training is 1.
             loss: mean over the tokens of this rank's rows, of all micro-batches of the step; or already that of the
                 global batch, the same on every rank.
-            batch: this rank's token ids of the step: (rows, sequence), or a list of such for several micro-batches.
+            batch: this rank's rows of the step, {key: tensor (rows, ...)} as the model gets them, or token ids alone:
+                (rows, sequence); or a list of either for several micro-batches.
             tokens: tokens of this rank that count in the loss; None gives ranks equal weight.
             grad_norm: norm of the whole gradient before clipping, as clip_grad_norm_ returns it. If None, it is
                 computed when the optimizer starts its step: of the clipped gradient, if the job clips.
@@ -298,7 +300,7 @@ class Recorder:
         found = self._gather_step(loss, tokens, batch)
         if found is None:
             return
-        value, count, rows, marks = found
+        value, count, batches = found
         measured = self._measure
         total = None if grad_norm is None else as_float(grad_norm)
         grads: dict[str, float] = {}
@@ -326,15 +328,13 @@ class Recorder:
             total,
             root_of_squares(updates) if updates else None,
             self._rates if learning_rates is None else [float(r) for r in learning_rates],
-            rows,
-            count,
-            seconds,
-            None,
-            grads,
-            updates,
-            marks,
-            measured.grad_sketches if grads and measured else None,
-            measured.update_sketches if updates and measured else None,
+            tokens=count,
+            seconds=seconds,
+            grads=grads,
+            updates=updates,
+            grad_sketches=measured.grad_sketches if grads and measured else None,
+            update_sketches=measured.update_sketches if updates and measured else None,
+            **batches,
         )
         self._write_record("step", **{k: v for k, v in vars(out).items() if v is not None and v not in ({}, [])})
 
@@ -351,8 +351,8 @@ class Recorder:
         self.close()
 
     def _before_step(self, optimizer: Any, args: tuple[Any, ...], how: dict[str, Any]) -> Any:
-        """Measure before the optimizer's step, as a hook of the optimizer; a closure is wrapped, so that gradients are
-        measured after it.
+        """Measure before the step of the first optimizer, as a hook of each; a closure is wrapped, so that gradients
+        are measured after it.
 
         Args:
             args, how: positional and keyword arguments of the optimizer's step().
@@ -398,28 +398,26 @@ class Recorder:
 
     def _gather_step(
         self, loss: Any, tokens: int | None, batch: Any
-    ) -> tuple[float, int | None, str | None, list[str]] | None:
-        """Gather a step from all ranks: (loss, tokens, digest of the batch, marks of the rows of each rank). A
-        collective.
+    ) -> tuple[float, int | None, dict[str, Any]] | None:
+        """Gather a step from all ranks: (loss, tokens, fields of a `Step` about the batch). A collective.
 
-        None if a rank has no loss. The tokens are None where a rank did not give them, the digest where one gave no
-        rows; the marks are [] then, or where rows are not recorded.
+        None if a rank has no loss. The tokens are None where a rank did not give them; there are no fields where one
+        gave no batch, and no marks of rows where they are not recorded.
         """
         mine: float | None = None
-        seen: tuple[int, str] | None = None
+        seen: BatchDigest | None = None
         try:
             mine = as_float(loss)
         except Exception as e:
             self._record_lost("loss", f"loss={loss!r} is not a number ({type(e).__name__}: {e})")
         try:
-            rows = _iterate_rows(batch)
-            seen = None if rows is None else digest_and_marks(rows)
+            seen = None if batch is None else _digest_given(batch)
         except Exception as e:
             self._record_lost(
                 "batch", f"batch, a {type(batch).__name__}, is not rows of token ids ({type(e).__name__}: {e})"
             )
         parts = gather_objects((mine, tokens, seen), self._group)
-        losses, counts, rows_seen = zip(*parts, strict=True)
+        losses, counts, digests = zip(*parts, strict=True)
         if None in losses:
             return None
         known = all(c is not None for c in counts)
@@ -427,11 +425,10 @@ class Recorder:
         value = sum(w * x for w, x in zip(weights, losses, strict=True) if w) / sum(weights)
         if len(set(losses)) == 1:
             value = losses[0]  # already the global one; no rounding of ours
-        count = sum(counts) if known else None
-        if any(d is None for d in rows_seen):
-            return value, count, None, []
-        together = f"{sum(d for d, _ in rows_seen) % (1 << 128):032x}"
-        return value, count, together, [m for _, m in rows_seen] if self._rows else []
+        fields = {} if None in digests else describe_batch(digests)
+        if not self._rows:
+            fields.pop("rows", None)
+        return value, sum(counts) if known else None, fields
 
     @contextmanager
     def _warn_instead(self, what: str) -> Iterator[None]:
@@ -516,15 +513,18 @@ def _unwrap_optimizer(optimizer: Any) -> Any:
     return optimizer
 
 
-def _iterate_rows(batch: Any) -> Iterable[Any] | None:
-    """Iterate over the rows of a batch, a tensor or array of token ids, or of a list of such; None if `batch` is
-    None."""
-    if batch is None:
-        return None
+def _digest_given(batch: Any) -> BatchDigest:
+    """Compute the digest of what `Recorder.step` got as its batch: a dict of tensors, a tensor or array of token ids,
+    or a list of either.
+
+    Raises:
+        ValueError, TypeError: it is something else.
+    """
     if isinstance(batch, (list, tuple)):
-        return (row for part in batch for row in _iterate_rows(part) or ())
-    array = batch.detach().cpu().numpy() if hasattr(batch, "detach") else batch
-    return iter(array if getattr(array, "ndim", 2) > 1 else [array])
+        return add_digests([_digest_given(part) for part in batch])
+    if not isinstance(batch, Mapping) and not getattr(batch, "ndim", 0):
+        raise TypeError("neither a tensor nor a dict of tensors")
+    return digest_batch(batch if isinstance(batch, Mapping) else {"input_ids": batch})
 
 
 def _world_size() -> int:
