@@ -18,7 +18,7 @@ from ...engine.opening import OpenCheckpoint
 from ...errors import CkpttoolError
 from ...index import boxes
 from ...index.checkpoint import ITEMSIZE, Checkpoint, Chunk
-from ..text import slot_of
+from ..text import fqn_of, slot_of
 from .related_tensors import find_related
 from .tensor_diff import VAGUE, TensorDiff, compare_tensors, differs_in
 
@@ -80,7 +80,7 @@ def inspect_tensors(opened: tuple[OpenCheckpoint, OpenCheckpoint], names: Sequen
     def look(n: str) -> Inspected:
         """Read a tensor in both checkpoints, and find how and in which files it differs."""
         expected, got = _read_array(opened[0], left, n), _read_array(opened[1], right, n)
-        found = compare_tensors(expected, got)
+        found = compare_tensors(expected, got, may_have_heads(n))
         if found is None:
             return Inspected(None, (frozenset(), frozenset()))
         if found.way in VAGUE:
@@ -113,6 +113,17 @@ def inspect_tensors(opened: tuple[OpenCheckpoint, OpenCheckpoint], names: Sequen
             except (CkpttoolError, TypeError):
                 continue  # damaged, which was reported before; or a dtype that numpy does not have
     return out
+
+
+#: Words in the names of tensors that have no heads of attention, and of those that have.
+_NO_HEADS = re.compile(r"mlp|ffn|feed_?forward|gate|up_proj|down_proj|experts?|emb|head|\bfc\d?|\bw[123i]\b|\bwi_\d")
+_HEADS = re.compile(r"att|qkv|query|key|\bw?[qk]\b|[qk]_proj")
+
+
+def may_have_heads(name: str) -> bool:
+    """Tell whether a tensor may have heads of attention, by its name."""
+    fqn = fqn_of(name)
+    return _NO_HEADS.search(fqn) is None or _HEADS.search(fqn) is not None
 
 
 def find_faulty_files(

@@ -47,6 +47,10 @@ def describe_row_mismatch(
             CauseKind.DATA_ROWS,
             f"the data is shifted by {count_noun(abs(k), 'sample')}, {way} the reference: {some}",
         )
+    ours, theirs = count_marks(second), count_marks(first)
+    again = sum(n - theirs[row] for row, n in ours.items() if n > theirs[row] > 0)
+    if again and again + same == many:
+        return CauseKind.DATA_ROWS, f"rows of the step come several times, in place of others: {some}"
     steps = _steps_by_row(reference.steps)
     found = [steps[row][0] for row in (count_marks(second) - count_marks(first)).elements() if row in steps]
     if not same and not found:

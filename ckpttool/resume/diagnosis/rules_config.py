@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
+from collections.abc import Sequence
 from typing import Any
 
 from ...errors import argument
@@ -25,7 +26,7 @@ from ..compare.differences import (
 )
 from ..compare.side_state_differences import compare_side_state, side_state_of
 from ..text import describe_changes
-from ..trace.model import Trace
+from ..trace.model import Step, Trace
 from .context import Context
 from .kinds import CauseKind, Topic
 from .row_differences import describe_row_mismatch
@@ -305,9 +306,8 @@ def explain_data(context: Context) -> None:
         return
     of: dict[str, int] = {}
     for s in a.steps:
-        if s.batch is not None:
-            of.setdefault(s.batch, s.step)
-    gaps = Counter(of[y.batch] - y.step for _, y in wrong if y.batch in of)
+        of.setdefault(_batch_of(s), s.step)
+    gaps = Counter(of[_batch_of(y)] - y.step for _, y in wrong if _batch_of(y) in of)
     if not gaps and (found := describe_row_mismatch(a, b, wrong)) is not None:
         context.add(*found, evidence)
         return

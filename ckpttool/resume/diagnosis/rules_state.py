@@ -202,14 +202,15 @@ def _explain_moved(context: Context, reference: Trace, wrong: list[str]) -> list
 
     `wrong` are names of tensors that differ.
     """
-    holders: dict[str, list[str]] = {}
-    for n, (_, shape, mark) in reference.state.items():
+    holders: dict[tuple[str, str], list[str]] = {}
+    for n, (dtype, shape, mark) in reference.state.items():
         if prod(shape) > 1 and mark:
-            holders.setdefault(mark, []).append(n)
+            holders.setdefault((dtype, mark), []).append(n)
     tied = [set(g) for g in reference.tied]
     moves: dict[str, str] = {}
     for n in wrong:
-        found = holders.get(context.got.state[n][2], []) if prod(context.got.state[n][1]) > 1 else []
+        dtype, shape, mark = context.got.state[n]
+        found = holders.get((dtype, mark), []) if prod(shape) > 1 and not _is_all_zeros(shape, mark) else []
         if len(found) == 2 and any({fqn_of(found[0]), fqn_of(found[1])} <= g for g in tied):
             found = found[:1]
         if len(found) == 1:  # bytes that several have are a constant, and tell nothing
@@ -244,6 +245,21 @@ def _explain_moved(context: Context, reference: Trace, wrong: list[str]) -> list
     return [n for n in wrong if n not in moves]
 
 
+#: The most elements of a tensor that is compared with zeros.
+_MOST_ZEROS = 1 << 24
+
+
+def _is_all_zeros(shape: tuple[int, ...], mark: str) -> bool:
+    """Tell whether a fingerprint is that of zeros, which many tensors hold, so that they are nobody's in particular."""
+    import torch
+
+    from ..trace.side_state import mark_array
+
+    if prod(shape) > _MOST_ZEROS:
+        return False
+    return any(mark_array(torch.zeros(prod(shape), dtype=dtype))[2] == mark for dtype in (torch.int8, torch.complex128))
+
+
 def _explain_side_tensors(context: Context, reference: Trace, wrong: list[str]) -> list[str]:
     """Add causes for weights that hold what a checkpoint has outside model and optimizer, such as averages; return the
     other tensors.
@@ -257,7 +273,7 @@ def _explain_side_tensors(context: Context, reference: Trace, wrong: list[str]) 
                 holders.setdefault(mark, {})[n] = None
     by: dict[str, list[str]] = {}
     for n in wrong:
-        if component_of(n) == "weights":
+        if component_of(n) == "weights" and not _is_all_zeros(*context.got.state[n][1:]):
             for _, at in islice(side_tensors_of(holders.get(context.got.state[n][2], ()), fqn_of(n)), 1):
                 by.setdefault(at, []).append(n)
     for at, names in by.items():
@@ -332,22 +348,29 @@ def _explain_leaves(context: Context, left: dict[str, str]) -> None:
 
     They are taken out of `left`, {tensor: whose bytes it holds}.
     """
-    by: dict[tuple[str, str], list[str]] = {}
+    by: dict[tuple[str, str], dict[str, list[str]]] = {}
     for a, b in left.items():
         if slot_of(a) != slot_of(b) or layer_of(a) != layer_of(b):
             continue
         p, q = fqn_of(a).split("."), fqn_of(b).split(".")
         apart = [k for k in range(len(p)) if len(p) == len(q) and p[k] != q[k]]
         if len(apart) == 1 and left.get(b) == a:
-            two = sorted((p[apart[0]], q[apart[0]]))
-            by.setdefault((two[0], two[1]), []).append(a)
-    for (x, y), names in by.items():
+            x, y = sorted((p[apart[0]], q[apart[0]]))
+            m = LAYER.search(fqn_of(a))
+            module = ".".join(p[fqn_of(a)[: m.end()].count(".") if m else 0 : apart[0]])
+            by.setdefault((x, y), {}).setdefault(module, []).append(a)
+    for (x, y), modules in by.items():
+        names = [n for found in modules.values() for n in found]
         layers = sorted({i for n in names if (i := layer_of(n)) is not None})
         inside = f" in layer{'s' if len(layers) > 1 else ''} {list_first(map(str, layers), 6)}" if layers else ""
-        text = f"{x} and {y} are exchanged{inside} ({name_components(names)})"
+        at = next(iter(modules)) if len(modules) == 1 else ""
+        what = f"{f'{at}.{x}' if at else x} and {f'{at}.{y}' if at else y}"
+        if len(modules) > 1:
+            what += f" of {list_first(modules)}"
+        text = f"{what} are exchanged{inside} ({name_components(names)})"
         evidence = [f"{names[0]} has the fingerprint that {left[names[0]]} has in the reference"]
         context.add(CauseKind.EXCHANGED, text, evidence, names)
-    for n in {n for names in by.values() for n in names}:
+    for n in {n for modules in by.values() for names in modules.values() for n in names}:
         left.pop(n)
 
 

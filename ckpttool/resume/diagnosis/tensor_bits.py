@@ -50,6 +50,7 @@ class ArrayPair:
 
     `first` and `last` are flat indices of differing elements, `count` is their number. `x` and `y` are the elements of
     `a` and `b` that the kind is inferred from: flat, the whole rows that differ, or the first LIMIT elements of them.
+    `has_heads` is False where the tensor is known to have no heads of attention.
     """
 
     a: Array
@@ -60,6 +61,7 @@ class ArrayPair:
     x: Array
     y: Array
     sampled: bool = False
+    has_heads: bool = True
 
 
 def as_integers(x: Array) -> Array:

@@ -20,7 +20,17 @@ from typing import TYPE_CHECKING, Any
 
 from . import tensor_order, tensor_values
 from .kinds import TensorKind, name_kind
-from .tensor_bits import LIMIT, ArrayPair, Found, are_same_bits, as_integers, block_slices, is_floating, unequal_mask
+from .tensor_bits import (
+    LIMIT,
+    ArrayPair,
+    Found,
+    are_same_bits,
+    as_integers,
+    block_slices,
+    dtype_epsilon,
+    is_floating,
+    unequal_mask,
+)
 
 if TYPE_CHECKING:
     from numpy import dtype
@@ -65,8 +75,11 @@ class TensorDiff:
         return name_kind(self.way, self.detail["dtype"] if self.way is TensorKind.ROUNDED else "")
 
 
-def compare_tensors(reference: Array, got: Array) -> TensorDiff | None:
+def compare_tensors(reference: Array, got: Array, has_heads: bool = True) -> TensorDiff | None:
     """Find how `got` differs from `reference`, arrays of one shape; None if they are equal.
+
+    `has_heads` is False where the tensor is known to have no heads of attention, so that no order of rows is one of
+    rope.
 
     Raises:
         ValueError: the shapes are not the same.
@@ -80,13 +93,13 @@ def compare_tensors(reference: Array, got: Array) -> TensorDiff | None:
             return None
         text = f"holds the reference's values as {b.dtype}"
         return TensorDiff(TensorKind.DTYPE, text, 0, max(0, a.size - 1), a.size, a.size)
-    found = _describe_diff(a, b, extent)
+    found = _describe_diff(a, b, extent, has_heads)
     if a.dtype != b.dtype and _is_real_float(a) and _is_real_float(b):
         rounded = _cast_quietly(a, b.dtype)
         if found.way in VAGUE and (apart := _find_extent(rounded, b)) is not None:
-            return _describe_diff(rounded, b, apart, f"; the rest is the reference's rounded to {b.dtype}")
+            return _describe_diff(rounded, b, apart, has_heads, f"; the rest is the reference's rounded to {b.dtype}")
     elif a.dtype == b.dtype and found.way in VAGUE and (dtype := find_rounded_dtype(a, b)) is not None:
-        more = compare_tensors(a, _cast_quietly(b, dtype))
+        more = compare_tensors(a, _cast_quietly(b, dtype), has_heads)
         if more is not None and (more.way not in VAGUE or more.count * 2 <= found.count):
             return more
     return found
@@ -112,11 +125,12 @@ def _cast_quietly(x: Array, dtype: dtype[Any]) -> Array:
         return x.astype(dtype)
 
 
-def _describe_diff(a: Array, b: Array, extent: tuple[int, int, int], note: str = "") -> TensorDiff:
+def _describe_diff(a: Array, b: Array, extent: tuple[int, int, int], has_heads: bool, note: str = "") -> TensorDiff:
     """Describe how two arrays of one shape differ, once it is known where.
 
     Args:
         extent: (first flat index, last flat index, number) of differing elements.
+        has_heads: whether the tensor may have heads of attention.
         note: is put at the end of the text.
     """
     import numpy as np
@@ -131,7 +145,7 @@ def _describe_diff(a: Array, b: Array, extent: tuple[int, int, int], note: str =
     x, y = a.reshape(-1), b.reshape(-1)
     with np.errstate(all="ignore"):
         kind, text, detail = _find_kind(
-            ArrayPair(a, b, first, last, count, x[low * row : end], y[low * row : end], sampled)
+            ArrayPair(a, b, first, last, count, x[low * row : end], y[low * row : end], sampled, has_heads)
         )
     # a bias goes the way of the rows of its weight
     plain = (text.replace("elements", "rows") if a.ndim == 1 and kind in _ROWS else text) + note
@@ -154,6 +168,8 @@ _ROWS = frozenset(
     )
 )
 _PLACED = _ROWS | {
+    TensorKind.IDENTITY,
+    TensorKind.MEAN_ROWS,
     TensorKind.ZERO,
     TensorKind.ZERO_RANGE,
     TensorKind.ELEMENTS,
@@ -191,7 +207,7 @@ def _find_extent(a: Array, b: Array) -> tuple[int, int, int] | None:
 
 def _find_kind(pair: ArrayPair) -> Found:
     """Find the most specific kind of difference that is true of every differing element."""
-    for rule in (_find_rounded, _find_zeros, _find_constant):
+    for rule in (_find_rounded, _find_zeros, _find_identity, _find_constant):
         if found := rule(pair):
             return found
     if found := _find_bfloat16_steps(pair.x, pair.y):
@@ -201,6 +217,8 @@ def _find_kind(pair: ArrayPair) -> Found:
     for rule in (_find_byte_order, tensor_values.find_not_finite, tensor_values.find_sign_change, *tensor_order.RULES):
         if found := rule(pair):
             return found
+    if found := _find_mean_rows(pair):
+        return found
     if pair.count > 2 and (
         found := tensor_values.find_formula(pair)
     ):  # two elements always have some factor or distance
@@ -217,7 +235,9 @@ def _half_dtypes() -> dict[str, dtype[Any]]:
 
 
 def _find_rounded(pair: ArrayPair) -> Found | None:
-    """Find whether values are the reference's rounded to a narrower dtype; None if not."""
+    """Find whether values are the reference's rounded to a narrower dtype, or to the digits of one; None if not."""
+    import numpy as np
+
     x, y = pair.x, pair.y
     if not _is_real_float(x) or not _is_real_float(y) or x.dtype.itemsize < y.dtype.itemsize:
         return None
@@ -227,8 +247,26 @@ def _find_rounded(pair: ArrayPair) -> Found | None:
         if all(are_same_bits(x[p].astype(dtype).astype(y.dtype), y[p]) for p in block_slices(len(x))):
             if not (y != 0).any():
                 return None  # all of it vanished: zero says more
-            return Found(TensorKind.ROUNDED, f"holds exactly the reference's values rounded to {name}", {"dtype": name})
+            text = f"holds exactly the reference's values rounded to {name}"
+            if name == "float16" and y.dtype == np.float32:
+                text += ", or to tf32, which has as many digits"
+            return Found(TensorKind.ROUNDED, text, {"dtype": name})
+    if x.dtype == y.dtype == np.float32 and all(_is_rounded_to_tf32(x[p], y[p]) for p in block_slices(len(x))):
+        text = "holds the reference's values rounded to tf32, which has 10 bits of mantissa"
+        return Found(TensorKind.ROUNDED, text, {"dtype": "tf32"})
     return None
+
+
+def _is_rounded_to_tf32(x: Array, y: Array) -> bool:
+    """Tell whether each value of `y` is one of the two numbers of 10 bits of mantissa next to that of `x`, both of
+    float32; to the nearest or cut off, as GPUs and libraries do."""
+    import numpy as np
+
+    exact, found = as_integers(x).astype(np.int64), as_integers(y).astype(np.int64)
+    low = exact & ~np.int64(0x1FFF)
+    near = (exact + 0x1000) & ~np.int64(0x1FFF)
+    even = (exact + 0xFFF + ((exact >> 13) & 1)) & ~np.int64(0x1FFF)
+    return bool((found == low).all() or (found == near).all() or (found == even).all())
 
 
 def _find_bfloat16_steps(x: Array, y: Array) -> Found | None:
@@ -301,6 +339,40 @@ def _find_zeros(pair: ArrayPair) -> Found | None:
     return Found(
         TensorKind.ZERO_RANGE, f"has zeros in elements {first}:{last + 1} of {a.size}", {"range": (first, last + 1)}
     )
+
+
+def _find_identity(pair: ArrayPair) -> Found | None:
+    """Find whether a square matrix is the identity; None if not."""
+    import numpy as np
+
+    b = pair.b
+    if b.ndim != 2 or b.shape[0] != b.shape[1] or len(b) < 2 or pair.sampled:
+        return None
+    if not (b == np.eye(len(b), dtype=b.dtype)).all():
+        return None
+    return Found(TensorKind.IDENTITY, "is the identity matrix, as if newly initialised")
+
+
+def _find_mean_rows(pair: ArrayPair) -> Found | None:
+    """Find whether the differing rows, all of them, are the mean of the others, as new rows of a vocabulary may be set;
+    None if not."""
+    import numpy as np
+
+    b = pair.b
+    if b.ndim != 2 or pair.sampled or not _is_real_float(b):
+        return None
+    row = b.shape[1]
+    low, high = pair.first // row, pair.last // row + 1
+    others = [*range(low), *range(high, len(b))]
+    if high - low < 2 or len(others) < 2:
+        return None
+    block = b[low:high].astype(np.float64)
+    mean = b[others].astype(np.float64).mean(axis=0)
+    fine = 4 * dtype_epsilon(b) * float(abs(b[others].astype(np.float64)).max())
+    if not (abs(block - mean) <= fine).all():
+        return None
+    where = f"rows {low}:{high} of {len(b)}"
+    return Found(TensorKind.MEAN_ROWS, f"has {where} that are the mean of the others", {"rows": (low, high)})
 
 
 def _find_constant(pair: ArrayPair) -> Found | None:

@@ -48,15 +48,21 @@ _MOST = 1 << 22
 
 
 def _find_transposed(pair: ArrayPair) -> Found | None:
-    """Find whether the last two dimensions are exchanged, in a tensor that has the reference's shape; None if not."""
+    """Find whether two dimensions are exchanged, in a tensor that has the reference's shape; None if not. The last two
+    come first."""
     a, b = pair.a, pair.b
-    if pair.sampled or a.ndim < 2 or min(a.shape[-2:]) < 2 or a.dtype != b.dtype:
+    if pair.sampled or a.ndim < 2 or a.dtype != b.dtype:
         return None
-    which = "" if a.ndim == 2 else " in its last two dimensions"
-    turned = a.swapaxes(-1, -2).reshape(-1)
-    if not are_same_bits(turned, b.reshape(-1)):
-        return None
-    return Found(TensorKind.TRANSPOSED, f"holds the reference transposed{which}")
+    for j in range(a.ndim - 1, 0, -1):
+        for i in (i for i in range(j - 1, -1, -1) if min(a.shape[i], a.shape[j]) > 1):
+            if are_same_bits(a.swapaxes(i, j).reshape(-1), b.reshape(-1)):
+                which = "" if a.ndim == 2 else " in its last two dimensions"
+                if j < a.ndim - 1:
+                    which = f" in its dimensions {i} and {j}"
+                if (i, j) == (0, 1) and a.ndim > 2:
+                    which = " in its first two dimensions, such as the channels in and out of a convolution"
+                return Found(TensorKind.TRANSPOSED, f"holds the reference transposed{which}")
+    return None
 
 
 def _find_shifted(pair: ArrayPair) -> Found | None:
@@ -165,11 +171,12 @@ def _find_moved_slices(pair: ArrayPair, axis: int) -> Found | None:
     if axis and axis < a.ndim - 1:
         what = f"indices of dimension {axis}"
     again = sorted(theirs, key=str) == sorted(ours, key=str)
-    return _describe_order(order, wrong, what, _COLUMNS if axis else _ROWS, again, again and len(source) == len(theirs))
+    kinds = _COLUMNS if axis else _ROWS
+    return _describe_order(order, wrong, what, kinds, again, again and len(source) == len(theirs), pair.has_heads)
 
 
 def _describe_order(
-    order: list[int], wrong: list[int], what: str, kinds: _OrderKinds, again: bool, unique: bool
+    order: list[int], wrong: list[int], what: str, kinds: _OrderKinds, again: bool, unique: bool, heads: bool
 ) -> Found | None:
     """Describe an order of rows; None if there is nothing to be said about it.
 
@@ -180,8 +187,9 @@ def _describe_order(
         kinds: the kinds of differences for these.
         again: whether every row of the reference is still there.
         unique: whether, besides, no two of its rows are equal.
+        heads: whether the tensor may have heads, of which rope needs another order.
     """
-    if unique and (rope := _match_rope(order)):
+    if unique and heads and (rope := _match_rope(order)):
         size, low, high, toward = rope
         where = "" if (low, high) == (0, len(order)) else f" in {what} {low}:{high} of {len(order)}"
         return Found(
@@ -209,6 +217,13 @@ def _describe_order(
             else f"holds parts of {sizes} {what} part by part, where the reference has them in {pieces} pieces each, "
             "piece by piece"
         )
+        if sum(lengths) == len(lengths) * pieces:
+            parts_ = f"of {len(lengths)} parts in turn, one {what[:-1]} of each"
+            text = (
+                f"holds the {what} {parts_}, where the reference has them part by part"
+                if apart
+                else f"holds part by part the {what} that the reference has {parts_}"
+            )
         text += f": the {what} of a fused weight merged or split without regard to its parts"
         return Found(kinds.interleaved, text, {"parts": lengths, "pieces": pieces})
     text = f"has the reference's {what} in another order, {len(wrong)} of {len(order)} elsewhere"

@@ -8,7 +8,16 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from .kinds import TensorKind
-from .tensor_bits import ArrayPair, Found, are_same_bits, as_float64, block_slices, dtype_epsilon, is_floating
+from .tensor_bits import (
+    ArrayPair,
+    Found,
+    are_same_bits,
+    as_float64,
+    as_integers,
+    block_slices,
+    dtype_epsilon,
+    is_floating,
+)
 
 if TYPE_CHECKING:
     from .tensor_bits import Array
@@ -44,10 +53,15 @@ def find_not_finite(pair: ArrayPair) -> Found | None:
 
 
 def find_sign_change(pair: ArrayPair) -> Found | None:
-    """Find whether values are the reference's with the opposite signs, or without signs; None if not."""
+    """Find whether values are the reference's with the opposite signs, or without signs, or its complex conjugates;
+    None if not."""
     x, y = pair.x, pair.y
-    if x.dtype != y.dtype or x.dtype.kind in "ub" or x.dtype.kind == "c":
+    if x.dtype != y.dtype or x.dtype.kind in "ub":
         return None
+    if x.dtype.kind == "c":
+        conjugated = all(bool((y[p] == x[p].conj()).all()) for p in block_slices(len(x)))
+        text = "holds the complex conjugates of the reference's values"
+        return Found(TensorKind.CONJUGATED, text) if conjugated else None
     if all(bool((as_float64(y[p]) == -as_float64(x[p])).all()) for p in block_slices(len(x))):
         return Found(TensorKind.NEGATED, "holds the reference's values with the opposite sign")
     if all(bool((as_float64(y[p]) == abs(as_float64(x[p]))).all()) for p in block_slices(len(x))):
@@ -121,7 +135,7 @@ def find_formula(pair: ArrayPair) -> Found | None:
     u, v = as_float64(pair.x[:_SAMPLE]), as_float64(pair.y[:_SAMPLE])
     if "c" in (pair.x.dtype.kind, pair.y.dtype.kind) or not (np.isfinite(u).all() and np.isfinite(v).all()):
         return None
-    for rule in (_find_factor, _find_offset, _find_power, _find_quantisation):
+    for rule in (_find_integer_offset, _find_factor, _find_offset, _find_power, _find_exponential, _find_quantisation):
         if found := rule(pair, u, v):
             return found
     return None
@@ -148,6 +162,24 @@ def _find_factor(pair: ArrayPair, u: Array, v: Array) -> Found | None:
         f"holds the reference's values times {factor:.{6 if fine < 1e-3 else 3}g}",
         {"factor": factor},
     )
+
+
+def _find_integer_offset(pair: ArrayPair, u: Array, v: Array) -> Found | None:
+    """Find whether integers are the reference's plus a number, modulo their size: zero points off by 1, or signed codes
+    read as unsigned ones; None if not. `u` and `v` are not used."""
+
+    x, y = pair.x, pair.y
+    if {x.dtype.kind, y.dtype.kind} - {"i", "u"} or x.dtype.itemsize != y.dtype.itemsize:
+        return None
+    offset = as_integers(y[:1])[0] - as_integers(x[:1])[0]
+    if not offset or any((as_integers(y[p]) - as_integers(x[p]) != offset).any() for p in block_slices(len(x))):
+        return None
+    half = 1 << (8 * x.dtype.itemsize - 1)
+    number = (int(offset) + half - 1) % (2 * half) - half + 1
+    text = f"holds the reference's values {'plus' if number > 0 else 'minus'} {abs(number)}"
+    if number == half:
+        text += f", modulo {2 * half}, as between signed integers and unsigned ones with a zero point of {half}"
+    return Found(TensorKind.OFFSET, text, {"offset": number})
 
 
 def _find_offset(pair: ArrayPair, u: Array, v: Array) -> Found | None:
@@ -204,6 +236,30 @@ def _find_power(pair: ArrayPair, u: Array, v: Array) -> Found | None:
         return Found(TensorKind.ROOT, "holds the square root of the reference's values")
     if fits(np.square):
         return Found(TensorKind.SQUARE, "holds the square of the reference's values")
+    return None
+
+
+def _find_exponential(pair: ArrayPair, u: Array, v: Array) -> Found | None:
+    """Find whether values are the exponential or the logarithm of the reference's, perhaps with a minus, as of state
+    spaces that keep A_log for A = -exp(A_log); None if not.
+
+    `u` and `v` are the first elements of the reference and of the tensor, in float64.
+    """
+    import numpy as np
+
+    if not is_floating(pair.x) or len(np.unique(u)) < _LEAST_PLAIN:
+        return None
+    formulas: tuple[tuple[TensorKind, str, Callable[[Array], Array]], ...] = (
+        (TensorKind.EXPONENTIAL, "the exponential of the reference's values", np.exp),
+        (TensorKind.EXPONENTIAL, "minus the exponential of the reference's values", lambda x: -np.exp(x)),
+        (TensorKind.LOGARITHM, "the logarithm of the reference's values", np.log),
+        (TensorKind.LOGARITHM, "the logarithm of minus the reference's values", lambda x: np.log(-x)),
+    )
+    fine = 4 * _rounding_tolerance(pair)
+    for kind, what, formula in formulas:
+        # near 0 a logarithm has few digits
+        if _holds_everywhere(pair, formula, fine, lambda v: abs(v) + 1e-3):
+            return Found(kind, f"holds {what}, as between A and A_log")
     return None
 
 
