@@ -23,9 +23,11 @@ import numpy as np
 import pytest
 import torch
 from judged import Runs, Zoo, bare, first, name_of, save_tree, tree_of
+from live import own_jobs
 from live.faults import GLOBAL, MICRO, SEQUENCE, row
 from live.herd import HERD, RECORDED
 from live.herd import SAVED as HERD_SAVED
+from live.own_jobs import SAVED as SAVED_OWN
 from live.zoo import CLIP, TIED
 from peers import REPOSITORY
 from ranks import forked, one_at_a_time, torchrun
@@ -35,6 +37,9 @@ import ckpttool
 from ckpttool.resume.compare.bounds import SIGNALS, choose_column
 from ckpttool.resume.compare.differences import in_stored_dtypes
 from ckpttool.resume.compare.judge import judge
+from ckpttool.resume.compare.misfit import describe_misfit
+from ckpttool.resume.compare.not_verified import list_not_verified
+from ckpttool.resume.compare.verdict import Report
 from ckpttool.resume.diagnosis.causes import find_causes
 from ckpttool.resume.request import RunSettings
 from ckpttool.resume.trace.model import Trace, read_reference
@@ -348,6 +353,174 @@ def test_rounded_weights_pass_where_that_is_allowed_and_a_fault_on_top_has_its_n
         found = find_causes(*in_stored_dtypes(reference, got), checks, (left, right))
     assert found[0].kind == kind, [c.text for c in found]
     assert found[0].tensors == [f"model.{RELAXED[job][name == 'norm reset']}"]
+
+
+# ------------------------------------------------------------------------------------------------- jobs of one's own
+
+OWN = REPOSITORY / "tests" / "live" / "own_jobs.py"
+OWN_JOBS = ("pictures", "translation", "translation16", "several", "soap")
+#: {function of the job's file: (the job, what its samples have otherwise)}
+OTHER_INPUTS = {"masked_otherwise": ("soap", "attention_mask"), "flipped": ("pictures", "pixels")}
+
+
+def spoiled_own() -> dict[str, tuple[str, Spoil, str, str]]:
+    """What is lost or changed in files of jobs of one's own: {name: (job, what is done, the check that fails, the text)}"""
+
+    def without(*keys: str) -> Spoil:
+        return lambda s, o: [g.pop(k, None) for g in s["optim"]["param_groups"] for k in keys] and None
+
+    groups, values = "config.groups", "config.values"
+    return {
+        "lr": ("several", without("lr"), groups, "has lost lr of its param groups, for 16 parameters"),
+        "weight_decay": ("several", without("weight_decay"), groups, "has lost weight_decay of its param groups"),
+        "lr_mult": ("several", without("lr_mult"), groups, "lost lr_mult of its param groups, for 1 parameter, first embedding.weight"),
+        "all groups": ("several", lambda s, o: s["optim"].pop("param_groups"), groups, "lost its param groups, for 16 parameters"),
+        "a SOAP option": ("soap", without("precondition_frequency"), groups, "lost precondition_frequency of its param groups"),
+        "a text": ("soap", lambda s, o: s.update(pad="<eos>"), values, "extra.pad is '<eos>' and was '<pad>'"),
+        "tags": ("soap", lambda s, o: s["dataloader"].update(tags=["<b>", "<a>"]), "config.dataloader", "['<b>', '<a>'] and was ['<a>', '<b>']"),
+        "a sampler": ("soap", lambda s, o: s["sampler"].update(seed=18), values, "extra.sampler.seed is 18 and was 17"),
+        "an extra state": ("soap", lambda s, o: s["model"]["blocks.1._extra_state"].update(recipe="other"), values, "recipe is 'other' and was 'delayed'"),
+        "a tensor of one": ("soap", lambda s, o: s["model"]["blocks.0._extra_state"]["amax"].mul_(2), values, "_extra_state.amax (float32 [3]) has other contents"),
+    }  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def own(tmp_path_factory: pytest.TempPathFactory) -> Runs:
+    """Each job with default options on the ranks that saved it and on more, and what is spoiled; two launches."""
+    folder = tmp_path_factory.mktemp("own")
+    said = torchrun(2, OWN.name, str(folder), *OWN_JOBS)
+    assert (folder / "done").exists(), said[-4000:]
+    plan: dict[str, RunSettings] = {}
+    for name in OWN_JOBS:
+        known = read_reference(folder / f"{name}.jsonl", SAVED_OWN)
+        for world in (2, 3):
+            plan[f"{name} {world}"] = RunSettings(
+                source=str(folder / name), mesh={"dp_shard": world}, job=f"{OWN}:build_{name.removesuffix('16')}", steps=3, start=SAVED_OWN,
+                sequence=known.sequence, global_batch=12, micro_batch=3, dtype=known.dtype or "fp32", scratch=str(folder),
+                probe=known.probe.get("rows", {}),
+            )  # fmt: skip
+    brief: dict[str, Any] = {"round_trip": False, "steps": 1}
+    for build, (name, _) in OTHER_INPUTS.items():
+        plan[build] = replace(plan[f"{name} 2"], job=f"{OWN}:{build}", **brief)
+    for i, (what, (name, spoil, *_)) in enumerate(spoiled_own().items()):
+        tree = tree_of(folder / name)
+        spoil(tree, tree)
+        save_tree(tree, folder / f"spoiled-{i}")
+        plan[what] = replace(plan[f"{name} 2"], source=str(folder / f"spoiled-{i}"), **brief)
+    tree = tree_of(folder / "soap")
+    for group in tree["optim"]["param_groups"]:
+        group["precondition_frequency"] = 0
+    save_tree(tree, folder / "zero")
+    plan["an option with which a step fails"] = replace(plan["soap 2"], source=str(folder / "zero"))
+    save_tree(unsharded(own_jobs.build_adafactor()), folder / "adafactor")
+    at = {"source": str(folder / "adafactor"), "job": f"{OWN}:build_adafactor"}
+    plan["adafactor"] = replace(plan["soap 2"], **at, start=1)
+    by_world = sorted(plan.items(), key=lambda item: item[1].world_size)
+    return Runs(dict(by_world)).launch(folder / "launch")
+
+
+def unsharded(job: dict[str, Any]) -> dict[str, Any]:
+    """What a job on one device saves after a step."""
+    model, optimizer = job["model"], job["optimizer"]
+    samples = [job["data"](i) for i in range(12)]
+    loss, count, _ = own_jobs.usual_loss(
+        model, {k: torch.stack([torch.as_tensor(s[k]) for s in samples]) for k in samples[0]}
+    )
+    (loss / count).backward()
+    optimizer.step()
+    names = {id(p): n for n, p in model.named_parameters()}
+    groups = [{**g, "params": [names[id(p)] for p in g["params"]]} for g in optimizer.param_groups]
+    state = {names[id(p)]: s for p, s in optimizer.state.items()}
+    return {"model": model.state_dict(), "optim": {"state": state, "param_groups": groups}, "step": 1}
+
+
+def references_of(name: str, own: Runs) -> tuple[Trace, Trace]:
+    """The recording of a job, and the run on its own ranks."""
+    run = own.traces[f"{name} 2"]
+    return read_reference(Path(run.source).with_suffix(".jsonl"), SAVED_OWN), run
+
+
+@pytest.mark.parametrize("world", [2, 3])
+@pytest.mark.parametrize("name", OWN_JOBS)
+def test_nothing_is_said_of_a_job_of_ones_own_in_which_nothing_is_wrong(name: str, world: int, own: Runs) -> None:
+    """BatchNorm, a loss that counts its own tokens (also in bf16), two optimizers, lists in their state, extra states."""
+    got = own.traces[f"{name} {world}"]
+    for reference in references_of(name, own):
+        checks = judge(reference, got).checks
+        assert [f"{c.name}: {c.text}" for c in checks if c.verdict == "fail"] == []
+        judged = {c.name for c in checks if c.verdict == "pass"}
+        assert {
+            "state.loaded",
+            "state.digests",
+            "config.groups",
+            "config.values",
+            "config.dataloader",
+            "step1.batch",
+        } <= judged
+        assert {"step1.loss", "step1.worst_update", "steps.loss", "steps.worst_grad", "roundtrip.state"} <= judged
+        probe = next(c for c in checks if c.name == "probe.logits")
+        if probe.verdict != "pass":  # of a recording without one, or whose ranks have statistics of their own
+            assert not reference.layout and (
+                "no probe" in probe.text or "held different copies of model.norm" in probe.text
+            )
+        assert not [
+            x for x in list_not_verified(reference, got, checks) if "compared with nothing" in x or "own classes" in x
+        ]
+
+
+def test_bf16_with_a_loss_of_its_own_is_judged_by_the_narrow_bounds(own: Runs) -> None:
+    recording, run = references_of("translation16", own)
+    assert choose_column("strict", recording, run) == "bf16, micro-batch held"
+    assert {c.bound for c in judge(recording, run).checks if c.name == "step1.grad_norm"} == {1e-6}
+    assert [s.tokens for s in run.steps] == [12 * 12] * 3, "every label counts, and the usual count is 11 of 12"
+
+
+@pytest.mark.parametrize("build", OTHER_INPUTS)
+def test_tensors_of_samples_that_differ_are_named(build: str, own: Runs) -> None:
+    name, key = OTHER_INPUTS[build]
+    for reference in references_of(name, own):
+        got = own.traces[build]
+        checks = judge(reference, got).checks
+        check = next(c for c in checks if c.name == "step1.batch")
+        assert check.verdict == "fail" and check.text.startswith(f"{key} of the samples differs"), check.text
+        (cause,) = find_causes(reference, got, checks)
+        assert cause.kind == "data-inputs" and key in cause.text
+
+
+@pytest.mark.parametrize("what", spoiled_own())
+def test_what_the_files_of_a_job_of_ones_own_have_lost_is_found(what: str, own: Runs) -> None:
+    name, _, wanted, text = spoiled_own()[what]
+    for reference in references_of(name, own):
+        checks = judge(reference, own.traces[what]).checks
+        check = first(checks)
+        assert check is not None and check.name == wanted and text in check.text, check
+        causes = find_causes(reference, own.traces[what], checks)
+        assert len(causes) == 1 and causes[0].kind == {"config.groups": "options-lost", "config.values": "values"}.get(
+            wanted, "dataloader"
+        )
+
+
+def test_an_option_with_which_the_step_fails_is_the_cause(own: Runs) -> None:
+    got = own.traces["an option with which a step fails"]
+    assert got.stopped is not None and "ZeroDivisionError" in got.stopped and got.steps == []
+    for reference in references_of("soap", own):
+        checks = judge(reference, got).checks
+        assert [c.name for c in checks if c.verdict == "fail"] == ["config.groups", "run.completed"]
+        causes = find_causes(reference, got, checks)
+        assert [c.kind for c in causes] == ["option-precondition-frequency", "step-failed"]
+        assert causes[0].text == "precondition_frequency is 0 and was 2 for all parameters"
+
+
+def test_an_optimizer_that_cannot_train_shards_is_the_fault_of_the_job(own: Runs) -> None:
+    got = own.traces["adafactor"]
+    recording = Trace(start=1, state={n: (d, s, "ab") for n, (d, s, _) in got.state.items()})
+    for reference in (got, recording, None):
+        report = Report(got, reference, "strict", judge(reference, got).checks)
+        assert (report.word, report.exit_code) == ("does not fit", 12)
+    text = describe_misfit(got)
+    assert text.startswith(
+        "the model fits, the optimizer or the scheduler does not: Adafactor of the job creates no state"
+    )
 
 
 def test_a_job_that_amplifies_every_rounding_is_said_to_do_so_and_does_not_fail(herd: Herd) -> None:

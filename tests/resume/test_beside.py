@@ -88,8 +88,16 @@ def test_what_is_no_plain_data_is_a_word_for_its_class() -> None:
     found = collect_side_state(
         flatten_side_state({"hook": print, "point": collections.namedtuple("Point", "x")(1), "kind": torch.float16})
     )
-    assert found.values == {
-        "extra.hook": "<builtins.builtin_function_or_method>",
-        "extra.point": "<test_beside.Point>",
-        "extra.kind": "torch.float16",
+    assert found.values == {"extra.kind": "torch.float16"}
+    assert found.others == {
+        "extra.hook": ("object", (), "builtins.builtin_function_or_method"),
+        "extra.point": ("object", (), "test_beside.Point"),
     }
+
+
+def test_a_container_that_is_hashed_as_a_whole_has_the_hash_of_earlier_recordings() -> None:
+    many = [*range(5000), print, "<pad>"]
+    kind, shape, digest = collect_side_state({("extra", "table"): many}).others["extra.table"]
+    assert (kind, shape, digest) == ("tree", (5002,), "2b9788fb9996b0ec")
+    many[-1] = "<eos>"
+    assert collect_side_state({("extra", "table"): many}).others["extra.table"][2] != digest

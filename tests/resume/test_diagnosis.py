@@ -180,11 +180,11 @@ def exchanged(x: str, y: str, only: str = "") -> Trace:
     ("got", "kind", "text"),
     [
         (exchanged("layers.1.self_attn.q_proj", "layers.1.self_attn.k_proj", "model."), "exchanged",
-         "k_proj and q_proj are exchanged in layer 1 (weights)"),
+         "self_attn.k_proj and self_attn.q_proj are exchanged in layer 1 (weights)"),
         (exchanged("layers.1.self_attn.q_proj", "layers.1.self_attn.k_proj", "optim."), "exchanged",
-         "k_proj and q_proj are exchanged in layer 1 (optimizer state)"),
+         "self_attn.k_proj and self_attn.q_proj are exchanged in layer 1 (optimizer state)"),
         (exchanged("gate_proj", "up_proj"), "exchanged",
-         "gate_proj and up_proj are exchanged in layers 0, 1, 2, 3 (weights and optimizer state)"),
+         "mlp.gate_proj and mlp.up_proj are exchanged in layers 0, 1, 2, 3 (weights and optimizer state)"),
         (exchanged("layers.1.", "layers.2."), "layers-exchanged",
          "layers 1 and 2 are exchanged (weights and optimizer state)"),
         (exchanged("layers.1.", "layers.2.", "optim."), "layers-exchanged",
@@ -758,3 +758,52 @@ def test_dropout_is_not_blamed_for_other_weights(tmp_path: Path) -> None:
     b = with_probe(scaled(job(**how), loss=1e-2), tmp_path / "b.npy", logits * 1.1)
     edit_state(b, lambda n: n == "model.lm_head.weight")
     assert kinds(a, b) == ["weights-differ"]
+
+
+# ------------------------------------------------------------------------------------------------- inputs and options
+
+
+def with_inputs(trace: Trace, **more: str) -> Trace:
+    """The trace with masks and positions in its batches."""
+    for s in trace.steps:
+        s.inputs, s.samples = {"attention_mask": "aa", "positions": "bb", **more}, repr(more)
+    return trace
+
+
+def test_masks_and_positions_that_differ_are_called_that_and_not_the_configuration() -> None:
+    reference, got = with_inputs(job()), scaled(with_inputs(job(), positions="cc"), loss=1e-3, later=1e-3)
+    (found,) = blamed(reference, got)
+    assert (found.kind, found.text) == (
+        "data-inputs", "positions of the samples differs from step 301 on, and input_ids, attention_mask do not"
+    )  # fmt: skip
+    got = with_inputs(job())
+    for s in got.steps:
+        s.samples = "other"
+    (found,) = blamed(reference, got)
+    assert found.text.endswith("of the samples are those of the reference, but not together with each other")
+
+
+def test_batches_without_token_ids_are_found_in_other_steps() -> None:
+    reference, got = job(), job()
+    for trace, ahead in ((reference, 0), (got, 1)):
+        for s in trace.steps:
+            s.batch, s.inputs, s.samples = (
+                None,
+                {"pixels": f"{s.step + ahead}", "y": f"{s.step + ahead}"},
+                f"{s.step + ahead}",
+            )
+    (found,) = blamed(reference, got)
+    assert (found.kind, found.text) == ("data-offset", "the data is 1 step ahead of the reference")
+
+
+def test_options_that_were_lost_are_the_cause_once(tmp_path: Path) -> None:
+    reference, got = job(), job()
+    for t in (reference, got):
+        t.stored_groups = [{"options": ["lr", "lr_mult"], "params": FQNS}]
+    got.stored_groups = [{"options": ["lr"], "params": FQNS}]
+    (found,) = blamed(reference, got)
+    assert found.kind == "options-lost" and found.tensors == FQNS
+    assert found.text.startswith("the checkpoint has lost lr_mult of its param groups, for 39 parameters")
+    dropped = FAULTS["optimizer dropped"][0](job())
+    dropped.stored_groups = []
+    assert kinds(reference, dropped) == ["optimizer-missing"], "which says that its groups are gone as well"

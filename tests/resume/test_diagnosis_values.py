@@ -9,10 +9,11 @@ from typing import Any
 import pytest
 import torch
 from resume.test_diagnosis import blamed, files
-from resume.test_judge import FQNS, edit_state, job
+from resume.test_judge import FQNS, edit_state, job, shape_of
 
 import ckpttool
 from ckpttool.resume.compare.verdict import Cause
+from ckpttool.resume.trace.side_state import mark_array
 
 Tree = dict[str, Any]
 
@@ -354,3 +355,51 @@ def test_a_file_with_everything_in_it_is_no_cause(tmp_path: Path) -> None:
         files(tmp_path, name, change).close()
     with ckpttool.open(tmp_path / "a.pt") as a, ckpttool.open(tmp_path / "b.pt") as b:
         assert [c.kind for c in blamed(job(), edit_state(job(), tensors), opened=(a, b))] == ["close"]
+
+
+# ------------------------------------------------------------------------------------------ names that used to be wrong
+
+
+@pytest.mark.parametrize("other", ["model.layers.3.mlp.zeros", "model.layers.3.lora_B.weight"])
+def test_zeros_are_zeros_and_not_the_bytes_of_another_tensor(other: str, original: Any, tmp_path: Path) -> None:
+    """Zero points of a quantised layer, and the zeros of a LoRA, have the fingerprint of any zeros."""
+    name, shape = f"optim.state.{FQNS[1]}.exp_avg_sq", shape_of(FQNS[1])
+    nothing = mark_array(torch.zeros(shape))
+    reference, got = job(), job()
+    for trace in (reference, got):
+        trace.state[other] = ("int8" if other.endswith("zeros") else "float32", shape, nothing[2])
+        trace.stored[other] = nothing[2]
+    got.state[name], got.stored[name] = nothing, nothing[2]
+    with files(tmp_path, "b", lambda tree: tree["optim"]["state"][FQNS[1]]["exp_avg_sq"].zero_()) as spoiled:
+        (found,) = blamed(reference, got, opened=(original, spoiled))
+    assert (found.kind, found.text) == ("zero", "layer 0, self_attn.q_proj, exp_avg_sq is all zeros")
+
+
+@pytest.mark.parametrize(
+    ("fqn", "kind"), [("model.layers.1.mlp.up_proj.weight", "interleaved-rows"), (Q, "rope")]
+)  # fmt: skip
+def test_rows_dealt_in_turn_are_rope_in_attention_alone(fqn: str, kind: str, both: Callable[..., list[Cause]]) -> None:
+    order = [k // 2 + 32 * (k % 2) for k in range(64)]
+    (found,) = both(lambda t: t["model"][fqn].copy_(t["model"][fqn][order].clone()), lambda n: n == f"model.{fqn}")
+    assert found.kind == kind, found.text
+
+
+@pytest.mark.parametrize(
+    ("pairs", "text"),
+    [
+        ([("blocks.0.n1.weight", "blocks.0.n2.weight")], "n1 and n2 are exchanged in layer 0 (weights)"),
+        ([("blocks.0.attn.qkv.bias", "blocks.0.attn.qkv.weight")], "attn.qkv.bias and attn.qkv.weight are exchanged in layer 0 (weights)"),
+        ([("head.norm.bias", "head.norm.weight")], "head.norm.bias and head.norm.weight are exchanged (weights)"),
+        ([(f"blocks.{i}.{m}.bias", f"blocks.{i}.{m}.weight") for i in (0, 1) for m in ("n1", "mlp.fc")],
+         "bias and weight of n1, mlp.fc are exchanged in layers 0, 1 (weights)"),
+    ],
+)  # fmt: skip
+def test_exchanged_tensors_have_the_names_of_their_modules(pairs: list[tuple[str, str]], text: str) -> None:
+    reference, got = job(), job()
+    for k, two in enumerate(pairs):
+        marks = [f"{k:08x}{i:08x}" for i in range(2)]
+        for fqn, ours, theirs in zip(two, marks, marks[::-1], strict=True):
+            reference.state[f"model.{fqn}"], got.state[f"model.{fqn}"] = (("float32", (8,), x) for x in (ours, theirs))
+            got.stored[f"model.{fqn}"] = theirs
+    (found,) = blamed(reference, got)
+    assert (found.kind, found.text) == ("exchanged", text)

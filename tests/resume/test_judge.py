@@ -17,7 +17,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ckpttool.errors import UsageError
+from ckpttool.errors import CkpttoolError, UsageError
 from ckpttool.resume.compare.bounds import COLUMNS, PROFILES, choose_bounds, choose_column
 from ckpttool.resume.compare.differences import (
     are_alike,
@@ -33,6 +33,7 @@ from ckpttool.resume.text import describe_changes
 from ckpttool.resume.trace.model import Step, Trace, trace_to_json
 from ckpttool.resume.trace.sketches import WIDE, decode_sketches, encode_sketches
 from ckpttool.resume.trace.state_after import walk_schedule
+from ckpttool.resume.verify import Outcome, _refuse_failed_job
 
 LAYERS = 4
 HIDDEN = 64
@@ -184,7 +185,7 @@ def one(name: str, reference: Trace | None, got: Trace, profile: str = "strict",
 def test_a_trace_against_itself_passes_everything(tmp_path: Path) -> None:
     a = with_probe(job(), tmp_path / "p.npy", np.eye(8))
     checks, envelope = judge(a, copy.deepcopy(a))[:2]
-    assert [c.name for c in checks] == list(ORDER)
+    assert [c.name for c in checks] == [n for n in ORDER if n != "run.completed"], "of a run that fails in a step"
     assert {c.verdict for c in checks} == {"pass"}, [c for c in checks if c.verdict != "pass"]
     assert {c.number for c in checks if c.stage in ("probe", "step 1", "steps")} <= {0.0, None}
     assert {k: len(v) for k, v in envelope.items()} == {"loss": 10, "grad_norm": 10, "update_norm": 10}
@@ -230,7 +231,11 @@ def test_whatever_is_known_a_trace_against_itself_never_fails(seed: int, profile
                 setattr(s, key, getattr(Step(0, 0.0), key))
     checks = judge(a, copy.deepcopy(a), profile).checks
     made = [c.name for c in checks]
-    assert made == [n for n in ORDER if n in made] and set(ORDER) - set(made) <= {"state.values", "state.reference"}
+    assert made == [n for n in ORDER if n in made] and set(ORDER) - set(made) <= {
+        "state.values",
+        "state.reference",
+        "run.completed",
+    }
     assert not [c for c in checks if c.verdict == "fail"]
     assert all(c.text for c in checks)
 
@@ -327,7 +332,7 @@ def test_a_reference_of_an_earlier_recorder_is_judged_by_norms_and_the_report_sa
         s.grad_sketches = s.update_sketches = None
     assert failing(a, rotated(job(), 1e-2)) == set()
     for name in ("step1.grad_direction", "steps.update_direction"):
-        found = one(name, a, job())
+        found = one(name, replace(a, layout=None), job())
         assert found.verdict == "not comparable" and "this version's Recorder records it" in found.text
     assert failing(a, scaled(job(), update=1e-3)) == {
         f"{stage}.{name}" for stage in ("step1", "steps") for name in ("update_norm", "worst_update")
@@ -689,15 +694,44 @@ def test_groups_are_compared_by_their_parameters_and_not_by_their_order() -> Non
     assert "1 parameter not in the optimizer, first lm_head.weight" in one("config.groups", a, b).text
 
 
+def stored(trace: Trace) -> list[dict[str, list[str]]]:
+    """What the files of a run have of its param groups."""
+    return [{"options": [k for k in g if k != "params"], "params": list(g["params"])} for g in trace.groups]
+
+
+@pytest.mark.parametrize("recording", [False, True])
+def test_options_that_the_files_have_lost_are_found_though_the_job_has_its_own(recording: bool) -> None:
+    a, b = job(), job()
+    a.stored_groups, b.stored_groups = stored(a), stored(b)
+    if recording:
+        a.layout, a.stored_groups = None, None
+    for key in ("foreach", "fused"):  # how a job computes, which it chooses itself
+        b.stored_groups[0]["options"].remove(key)
+    assert one("config.groups", a, b).verdict == "pass"
+    b.stored_groups[1]["options"].remove("eps")
+    found = one("config.groups", a, b)
+    assert found.verdict == "fail" and found.where == "model.layers.0.input_layernorm.weight"
+    assert "the checkpoint has lost eps of its param groups, for 9 parameters" in found.text
+    b.stored_groups[0]["params"].remove("lm_head.weight")  # as where it is frozen, in layouts of what trains
+    assert "for 9 parameters" in one("config.groups", a, b).text
+    b.stored_groups = []
+    assert "the checkpoint has lost its param groups, for 39 parameters" in one("config.groups", a, b).text
+    b.layout = "hf"
+    assert one("config.groups", a, b).verdict == "pass", "its files hold none; not_verified says so"
+    b.stored_groups = None  # of an earlier run
+    assert one("config.groups", a, b).verdict == "pass"
+
+
 def test_the_state_of_the_scheduler_is_compared_and_functions_in_it_are_not() -> None:
     a, b = job(), job()
-    b.values["scheduler.lr_lambdas"] = "<function>"
+    b.others["scheduler.lr_lambdas"] = ("object", (), "builtins.function")
     b.values["scheduler._get_lr_called_within_step"] = True
     a.values["scheduler._get_lr_called_within_step"] = False
     assert one("config.scheduler", a, b).verdict == "pass"
     b.values["scheduler._step_count"] = 1
     assert one("config.scheduler", a, b).where == "scheduler._step_count"
     b.values = {n: v for n, v in b.values.items() if not n.startswith("scheduler.")}
+    del b.others["scheduler.lr_lambdas"]
     assert one("config.scheduler", a, b).text == "the checkpoint has no scheduler state, but the reference has"
 
 
@@ -773,10 +807,22 @@ def test_a_number_that_another_layout_holds_as_a_tensor_is_the_same_number() -> 
 def test_objects_of_unknown_classes_are_neither_equal_nor_different() -> None:
     a, b = job(), job()
     for t in (a, b):
-        t.values |= {"extra.callback": "<user.Callback>", "rng.0.extra": "<user.Generator>"}
+        t.others |= {n: ("object", (), "user.Thing") for n in ("extra.callback", "rng.0.extra")}
+    b.others["extra.callback"] = ("object", (), "user.Other")
     assert failing(a, b) == set()
-    only = {"values": {"rng.x": "<user.Generator>"}, "others": {}}
+    only = {"values": {}, "others": {"rng.x": ("object", (), "user.Generator")}}
     assert one("config.rng", job(**only), job(**only)).verdict == "not comparable"
+
+
+def test_text_that_looks_like_a_tag_is_text() -> None:
+    a, b = job(), job()
+    for t in (a, b):
+        t.values |= {"extra.pad": "<pad>", "extra.added": ["<a>", "<b>"]}
+    assert failing(a, b) == set()
+    b.values |= {"extra.pad": "<|im_end|>", "extra.added": ["<b>", "<a>"]}
+    found = one("config.values", a, b)
+    assert found.verdict == "fail" and "extra.pad is '<|im_end|>' and was '<pad>'" in found.text
+    assert "extra.added is ['<b>', '<a>']" in found.text
 
 
 def test_values_are_alike_whatever_holds_them_but_true_is_not_one() -> None:
@@ -885,6 +931,27 @@ def test_dropout_is_compared_at_one_world_size_with_its_random_numbers_restored(
     assert verdicts(a, b)["step1.loss"] == "not comparable"
 
 
+def test_inputs_beside_the_tokens_are_compared_key_by_key() -> None:
+    a, b = job(), job()
+    for t in (a, b):
+        for s in t.steps:
+            s.inputs, s.samples = {"attention_mask": "aa", "positions": "bb"}, "cc"
+    assert one("step1.batch", a, b).verdict == "pass"
+    b.steps[0].inputs["attention_mask"] = "dd"
+    found = one("step1.batch", a, b)
+    assert found.text == "attention_mask of the samples differs from the reference's in 1 of 1 step"
+    b.steps[0].inputs, b.steps[0].samples = {"positions": "bb", "more": "ee"}, "ff"
+    assert one("step1.batch", a, b).verdict == "pass", "what one side has alone is compared with nothing"
+    for t in (a, b):
+        t.steps[0].batch, t.steps[0].inputs = None, {"pixels": "aa", "y": "bb"}
+    found = one("step1.batch", a, b)
+    assert found.text == "pixels, y of the samples differ from the reference's in 1 of 1 step", (
+        "each is there, not together"
+    )
+    b.steps[0].inputs = {"images": "aa"}
+    assert one("step1.batch", a, b).text == "the samples of the two sides have no key in common"
+
+
 def test_other_data_by_name_is_not_compared_unless_the_batches_are_equal() -> None:
     a, b = job(), job(data="copy/of/tokens.npy")
     assert verdicts(a, b)["step1.loss"] == "pass"
@@ -914,6 +981,9 @@ def test_what_the_reference_did_not_record_is_not_comparable_and_the_words_say_w
     assert failing(a, b) == set()
     assert "norms=True" in one("step1.update_norm", a, b).text
     assert "pass batch to Recorder.step" in one("step1.batch", a, b).text
+    a.layout = "dcp"  # no recorder can be told to
+    assert one("step1.batch", a, b).text == "the reference does not have the batch"
+    a.layout = None
     assert "Recorder.state" in one("state.digests", a, b).text
     assert failing(recorded(), scaled(job(), loss=1e-4)) == {"step1.loss"}
 
@@ -1210,3 +1280,22 @@ def test_updates_of_muon_deviate_at_another_world_size_and_at_the_same_they_do_n
     assert verdict_of("step1.update_norm", of(), got) == "pass"
     assert verdict_of("step1.update_norm", of(world_size=3), got) == "fail"
     assert verdict_of("step1.update_norm", job(), replace(got, groups=job().groups)) == "fail"
+
+
+def test_a_step_that_fails_is_a_verdict_where_options_differ_and_else_an_error_of_the_job() -> None:
+    def outcome(a: Trace, b: Trace) -> Outcome:
+        return Outcome({}, {"reference": a, "candidate": b}, judge(a, b))
+
+    a, b = job(), job(stopped="RuntimeError: no such step (at soap.py:3 in step)", after={}, schedule={})
+    b.steps = []
+    found = one("run.completed", a, b)
+    assert found.verdict == "fail" and found.text.startswith(
+        "the optimizer fails in step 301: RuntimeError: no such step"
+    )
+    with pytest.raises(CkpttoolError, match=r"fails in step 301 of the candidate: RuntimeError: no such step"):
+        _refuse_failed_job(outcome(a, b))
+    b.groups[0]["eps"] = 1.0
+    _refuse_failed_job(outcome(a, b))
+    assert failing(a, b) == {"config.groups", "run.completed"}
+    with pytest.raises(CkpttoolError, match="of the reference"):
+        _refuse_failed_job(outcome(b, a))

@@ -67,6 +67,43 @@ def test_the_digest_of_a_batch_knows_its_rows_and_not_their_order_or_their_ranks
     assert batches.digest_rows(np.concatenate([rows, rows[:1]])) != whole
 
 
+def test_the_digest_of_samples_covers_every_tensor_and_which_belong_together() -> None:
+    draw = np.random.default_rng(3)
+    pixels = torch.from_numpy(draw.standard_normal((4, 3, 2)).astype("f4"))
+    batch = {
+        "pixels": pixels,
+        "mask": torch.tensor([[True, False]] * 4),
+        "y": torch.arange(4),
+        "low": pixels.bfloat16(),
+    }
+    whole = batches.digest_batch(batch)
+    assert whole.keys.keys() == batch.keys() and len(whole.marks) == 4 * 8
+    halves = [{k: x[part] for k, x in batch.items()} for part in (slice(2, 4), slice(0, 2))]
+    added = batches.add_digests([batches.digest_batch(h) for h in halves])
+    assert (added.keys, added.whole) == (whole.keys, whole.whole) and added.marks != whole.marks
+    same = {**batch, "y": batch["y"].int(), "pixels": pixels.numpy()}
+    assert batches.digest_batch(same)[:2] == whole[:2], "an integer is an integer, and an array is a tensor"
+    for key, other in (
+        ("pixels", pixels.flip(2)), ("pixels", pixels.double()), ("pixels", pixels.reshape(4, 2, 3)), ("mask", batch["mask"].int()),
+        ("low", pixels.half()), ("y", batch["y"] + 1),
+    ):  # fmt: skip
+        found = batches.digest_batch({**batch, key: other})
+        assert [k for k in whole.keys if found.keys[k] != whole.keys[k]] == [key] and found.whole != whole.whole
+    dealt = batches.digest_batch({**batch, "y": batch["y"].flip(0)})
+    assert dealt.keys == whole.keys and dealt.whole != whole.whole, "another label for each picture"
+    fields = batches.describe_batch([added, batches.digest_batch({})])
+    assert (
+        fields["batch"] is None
+        and fields["inputs"].keys() == batch.keys()
+        and [len(r) for r in fields["rows"]] == [32, 0]
+    )
+    assert batches.describe_batch([]) == {"batch": None, "inputs": {}, "samples": None, "rows": []}
+    ids = torch.arange(12).reshape(4, 3)
+    tokens = batches.describe_batch([batches.digest_batch({"input_ids": ids, "mask": batch["mask"]})])
+    assert tokens["batch"] == f"{batches.digest_rows(ids.numpy()):032x}", "as earlier recordings have it"
+    assert "".join(tokens["rows"]) == batches.digest_and_marks(ids.numpy())[1]
+
+
 def test_synthetic_rows_are_a_function_of_seed_and_index() -> None:
     rows, length = batches.open_data("synthetic", seed=3, sequence=11, vocabulary=50)
     again, _ = batches.open_data("synthetic", seed=3, sequence=11, vocabulary=50)

@@ -118,3 +118,11 @@ def test_a_recording_without_rows_says_what_it_said_before() -> None:
     assert said(reference, run(lambda i, r: i + 1)) == (
         "data-other", "the data differs from step 13 on: none of these batches is in the reference"
     )  # fmt: skip
+
+
+def test_rows_that_come_several_times_are_in_no_other_order() -> None:
+    """A sampler that draws with replacement, or an index that was halved."""
+    kind, text = said(run(plain), run(lambda i, r: i // 2 * 2)) or ("", "")
+    assert (kind, text) == (
+        "data-rows", "rows of the step come several times, in place of others: 12 of the 24 rows of step 13 are the reference's"
+    )  # fmt: skip

@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ckpttool.resume.diagnosis import tensor_diff as tensor_diff_module
+from ckpttool.resume.diagnosis.files import may_have_heads
 from ckpttool.resume.diagnosis.tensor_diff import TensorDiff, compare_tensors
 
 RNG = np.random.default_rng(7)
@@ -330,7 +331,8 @@ def test_a_wider_dtype_of_other_values_is_described_in_that_dtype() -> None:
 def test_rows_that_are_zero_on_both_sides_need_no_place() -> None:
     padded = np.concatenate([W, np.zeros((4, 12), "f4")])
     found = like(padded.astype("f2").astype("f4"), padded)
-    assert found.text == found.plain == "holds exactly the reference's values rounded to float16"
+    assert found.text == found.plain
+    assert found.text.startswith("holds exactly the reference's values rounded to float16")
     found = like(np.concatenate([W[:8] * np.float32(3), W[8:]]))
     assert (found.text, found.plain) == (
         "holds the reference's values times 3, in rows 0:8 of 32", "holds the reference's values times 3",
@@ -447,3 +449,94 @@ def test_formulas_are_those_of_the_values_before_they_were_rounded(
 ) -> None:
     found = like(change(reference).astype(ml_dtypes.bfloat16).astype(stored), reference)
     assert (found.kind, text in found.text) == (kind, True), found
+
+
+# ------------------------------------------------------------------------------------------ what used to have vague names
+
+CONV = RNG.normal(size=(6, 6, 3, 3)).astype("f4")
+COMPLEX = (RNG.normal(size=(8, 4)) + 1j * RNG.normal(size=(8, 4))).astype("c8")
+CODES = RNG.integers(-127, 127, (32, 16)).astype("i1")
+STATES = np.log(np.arange(1, 17, dtype="f4"))[None] + RNG.normal(size=(8, 16)).astype("f4") * 0.1
+SMALL = W * np.float32(1e-6)  # float16 has fewer digits there
+SQUARE = RNG.normal(size=(16, 16)).astype("f4")
+VOCABULARY = RNG.normal(size=(72, 12)).astype("f4")
+
+
+def mean_rows(dtype: Any) -> Any:
+    out = VOCABULARY.astype(dtype)
+    out[64:] = out[:64].astype("f8").mean(0)
+    return out
+
+
+def tf32(x: Any, add: int) -> Any:
+    """To the nearest number of 10 bits of mantissa, or cut off (`add` 0)."""
+    return ((x.view("u4") + np.uint32(add)) & np.uint32(0xFFFFE000)).view("f4")
+
+
+@pytest.mark.parametrize(
+    ("reference", "got", "kind", "text"),
+    [
+        (CONV, CONV.swapaxes(0, 1).copy(), "transposed",
+         "in its first two dimensions, such as the channels in and out of a convolution"),
+        (CONV, CONV.swapaxes(2, 3).copy(), "transposed", "transposed in its last two dimensions"),
+        (COMPLEX, COMPLEX.conj(), "conjugated", "holds the complex conjugates of the reference's values"),
+        (CODES, (CODES.view("u1") + np.uint8(128)).view("i1"), "offset",
+         "plus 128, modulo 256, as between signed integers and unsigned ones with a zero point of 128"),
+        (CODES, CODES + np.int8(1), "offset", "holds the reference's values plus 1"),
+        (CODES[:, :1] * 0, CODES[:, :1] * 0 - np.int8(1), "offset", "holds the reference's values minus 1"),
+        (CODES.astype("i4") + 8, CODES.astype("i4") + 7, "offset", "holds the reference's values minus 1"),
+        (STATES, -np.exp(STATES), "exponential", "holds minus the exponential of the reference's values, as between A"),
+        (-np.exp(STATES), STATES, "logarithm", "holds the logarithm of minus the reference's values"),
+        (STATES, np.exp(STATES).astype(ml_dtypes.bfloat16).astype("f4"), "exponential", "holds the exponential of"),
+        (SQUARE, np.eye(16, dtype="f4"), "identity", "is the identity matrix, as if newly initialised"),
+        (SMALL, tf32(SMALL, 0x1000), "rounded-tf32", "rounded to tf32, which has 10 bits of mantissa"),
+        (SMALL, tf32(SMALL, 0), "rounded-tf32", "rounded to tf32"),
+        (W, tf32(W, 0x1000), "rounded-float16", "rounded to float16, or to tf32, which has as many digits"),
+        (VOCABULARY, mean_rows("f4"), "mean-rows", "has rows 64:72 of 72 that are the mean of the others"),
+        (VOCABULARY.astype(ml_dtypes.bfloat16), mean_rows(ml_dtypes.bfloat16), "mean-rows", "rows 64:72 of 72"),
+    ],
+)  # fmt: skip
+def test_what_one_operation_did_has_its_name(reference: Any, got: Any, kind: str, text: str) -> None:
+    found = like(got, reference)
+    assert (found.kind, text in found.text) == (kind, True), found
+
+
+@pytest.mark.parametrize(
+    ("reference", "got"),
+    [
+        (CONV, CONV[::-1].swapaxes(0, 1).copy()), (COMPLEX, COMPLEX.conj() * np.complex64(1.01)),
+        (CODES, np.where(CODES > 100, CODES, CODES + 1).astype("i1")), (STATES, -np.exp(STATES) * np.float32(1.01)),
+        (SQUARE, np.eye(16, dtype="f4") * np.float32(0.99)), (W, tf32(W, 0x1000) * np.float32(1 + 2**-8)),
+        (VOCABULARY, mean_rows("f4") + (np.arange(72) > 63)[:, None].astype("f4") * 0.01),
+    ],
+)  # fmt: skip
+def test_what_is_only_near_such_an_operation_has_another_name(reference: Any, got: Any) -> None:
+    new = {"transposed", "conjugated", "offset", "exponential", "logarithm", "identity", "rounded-tf32", "mean-rows"}
+    assert like(got, reference).kind not in new
+
+
+@pytest.mark.parametrize(
+    ("order", "text"),
+    [
+        ([k // 2 + 16 * (k % 2) for k in range(32)],
+         "holds the rows of 2 parts in turn, one row of each, where the reference has them part by part"),
+        ([*range(0, 32, 2), *range(1, 32, 2)], "holds part by part the rows that the reference has of 2 parts in turn"),
+        ([*range(0, 32, 4), *range(1, 32, 4), *range(2, 32, 4), *range(3, 32, 4)], "the reference has of 4 parts in turn"),
+    ],
+)  # fmt: skip
+def test_rows_in_turn_are_rope_only_where_there_may_be_heads(order: list[int], text: str) -> None:
+    found = compare_tensors(W, W[order], has_heads=False)
+    assert found is not None
+    assert (found.kind, text in found.text) == ("interleaved-rows", True), found
+    if len(order) == 32 and order[1] != 4:
+        assert like(W[order]).kind == "rope"
+
+
+@pytest.mark.parametrize(
+    ("name", "heads"),
+    [("model.layers.1.mlp.gate_up.weight", False), ("model.lm_head.weight", False), ("blocks.0.ffn.w1.weight", False),
+     ("model.layers.1.self_attn.q_proj.weight", True), ("optim.state.h.0.attn.c_attn.weight.exp_avg", True),
+     ("blocks.0.attn.gate.weight", True), ("model.layers.3.mlp.experts.0.up_proj.weight", False), ("model.x.w", True)],
+)  # fmt: skip
+def test_which_tensors_have_heads_follows_from_their_names(name: str, heads: bool) -> None:
+    assert may_have_heads(name) is heads

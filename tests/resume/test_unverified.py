@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 import io
 import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from peers import FIXTURES
 from rich.console import Console
 
@@ -18,7 +20,8 @@ from ckpttool.resume.compare.not_verified import list_not_verified
 from ckpttool.resume.compare.verdict import Report
 from ckpttool.resume.report.html_page import render_html
 from ckpttool.resume.report.terminal import render_terminal
-from ckpttool.resume.trace.model import Trace
+from ckpttool.resume.trace.live_facts import list_own_loading
+from ckpttool.resume.trace.model import Step, Trace
 from ckpttool.resume.trace.side_state import collect_side_state
 
 MARK = ("float32", (2,), "ab")
@@ -122,8 +125,9 @@ def test_what_a_recording_does_not_tell_to_be_lost_is_in_every_form_of_the_repor
 
 
 def test_what_one_side_alone_has_and_objects_of_unknown_classes_are_listed() -> None:
-    a = run(values={"extra.a": 1, "extra.hook": "<user.Hook>"})
-    b = run(values={"extra.a": 1, "extra.hook": "<user.Hook>", "extra.new": 2})
+    hook = {"extra.hook": ("object", (), "user.Hook")}
+    a = run(values={"extra.a": 1}, others=hook)
+    b = run(values={"extra.a": 1, "extra.new": 2}, others=hook)
     found = lines(a, b)
     assert "only in this checkpoint, so compared with nothing: extra.new" in found
     assert "objects of classes that ckpttool does not build: extra.hook" in found
@@ -232,3 +236,55 @@ def test_names_that_only_begin_otherwise_are_no_loss_and_other_errors_are_no_mis
     assert not does_not_fit(None, damaged) and Report(damaged, None, "strict", judge(None, damaged)[0]).exit_code == 10
     lost = run(failed="no scheduler", misfit=compare_names(JOB, JOB, []), state=state(JOB))
     assert not does_not_fit(Trace(state=state(JOB), values={"scheduler.last_epoch": 3}), lost)
+
+
+# ------------------------------------------------------------------------------------------------- the job's own loading
+
+
+class Dequantised(torch.nn.Linear):
+    """A layer that changes what it is loaded with."""
+
+    def _load_from_state_dict(self, *args: Any, **more: Any) -> None:
+        super()._load_from_state_dict(*args, **more)
+
+
+class Corrupting(torch.optim.SGD):
+    def load_state_dict(self, state_dict: Any) -> None:
+        super().load_state_dict(state_dict)
+
+
+def a_hook(*args: Any) -> None: ...
+
+
+def test_loading_code_of_the_job_itself_is_listed_since_it_does_not_run() -> None:
+    model = torch.nn.Sequential(
+        Dequantised(2, 2), Dequantised(2, 2), torch.nn.utils.parametrizations.weight_norm(torch.nn.Linear(2, 2)),
+        torch.nn.BatchNorm1d(2), torch.nn.MultiheadAttention(2, 1),
+    )  # fmt: skip
+    optimizers = [torch.optim.AdamW(model[:2].parameters()), Corrupting(model[2:].parameters(), lr=0.1)]
+    model[3].register_load_state_dict_post_hook(a_hook)
+    model[1]._register_load_state_dict_pre_hook(functools.partial(a_hook))
+    optimizers[0].register_load_state_dict_pre_hook(print)
+    here = __name__
+    found = list_own_loading(model, optimizers)
+    assert found == [
+        f"{here}.Dequantised._load_from_state_dict", f"{here}.a_hook (a hook of 1)", "builtins.print (a hook of AdamW)",
+        f"{here}.Corrupting.load_state_dict",
+    ]  # fmt: skip
+    (said,) = [x for x in lines(Trace(), run(environment={"own_loading": found})) if "loading code" in x]
+    assert said.startswith("loading code of the job's own classes, which did not run") and "Corrupting" in said
+    plain = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.BatchNorm1d(2))
+    assert list_own_loading(plain, [torch.optim.AdamW(plain.parameters())]) == []
+
+
+def test_options_that_a_layout_does_not_hold_and_inputs_of_one_side_are_listed() -> None:
+    groups = [{"options": ["lr", "lr_mult"], "params": ["w"]}]
+    reference = run(stored_groups=groups, steps=[Step(4, 1.0, batch="aa", inputs={"mask": "bb"})])
+    got = run(layout="megatron", stored_groups=[{"options": ["lr"], "params": ["w"]}], steps=[Step(4, 1.0, batch="aa")])
+    found = lines(reference, got)
+    assert "what only one side has of the samples, so compared with nothing: mask" in found
+    assert any(
+        "options of param groups that checkpoints of layout megatron do not hold" in x and x.endswith("lr_mult")
+        for x in found
+    )
+    assert not any("options of param groups" in x for x in lines(reference, run(stored_groups=groups)))
