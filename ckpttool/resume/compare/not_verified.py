@@ -29,6 +29,7 @@ _BESIDE = {
     "dataloader": "dataloader",
     "scaler": "grad scaler",
     "extra": "other values",
+    "model": "extra states of modules",
     "optim": "optimizer state of parameters that this job does not train",
 }
 
@@ -163,20 +164,19 @@ def _unused_state(reference: Trace | None, got: Trace) -> Iterator[str]:
     held = {c: what for c, what in _BESIDE.items() if side_state_of(got, c)}
     if got.environment.get("rng_restored"):
         held.pop("rng", None)
-    if any(n.startswith("model.") for n in got.held):
-        held.pop("model", None)
+    loaded = held.pop("model", None) if any(n.startswith("model.") for n in got.held) else None
     apart = (
         {}
         if reference is None
-        else {c: compare_side_state(reference, got, c) for c in (*_BESIDE, "model", "scheduler", "trainer")}
+        else {c: compare_side_state(reference, got, c) for c in (*_BESIDE, "scheduler", "trainer")}
     )
     compared = [what for c, what in held.items() if c in apart and apart[c].compared]
     if compared:
         yield f"compared as stored, but not used by this job: {', '.join(compared)}"
     if rest := [what for what in held.values() if what not in compared]:
         yield f"not used by this job, and compared with nothing: {', '.join(rest)}"
-    if side_state_of(got, "model") and not ("model" in apart and apart["model"].compared):
-        yield "extra states of modules, which are loaded: compared with nothing"
+    if loaded and not ("model" in apart and apart["model"].compared):
+        yield f"{loaded}, which were loaded: compared with nothing"
     extra = [n for found in apart.values() if found.compared for n in found.extra]
     if extra:
         yield f"only in this checkpoint, so compared with nothing: {escape_unprintable(list_first(extra))}"
