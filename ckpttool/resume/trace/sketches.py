@@ -124,7 +124,8 @@ def sketch_tensors(tensors: Mapping[str, Any], on: device | str) -> tuple[dict[s
     """
     tensors = {n: t for n, t in tensors.items() if can_fingerprint(t)}
     mine = {n: sketch_shard(local_shard(t), t) for n, t in tensors.items()}
-    owned = [v if counts_on_this_rank(t) else 0.0 for n, t in tensors.items() for v in mine[n]]
+    owners = {n for n, t in tensors.items() if counts_on_this_rank(t)}
+    owned = [v if n in owners else 0.0 for n in tensors for v in mine[n]]
     total = sum_over_ranks(owned, integers=False, device=on)
     out = {n: encode_sketches([total[k * WIDE : (k + 1) * WIDE]], "f8") for k, n in enumerate(tensors)}
     plain = [n for n, t in tensors.items() if not hasattr(t, "_local_tensor")]
