@@ -492,6 +492,12 @@ def tf32(x: Any, add: int) -> Any:
         (SMALL, tf32(SMALL, 0x1000), "rounded-tf32", "rounded to tf32, which has 10 bits of mantissa"),
         (SMALL, tf32(SMALL, 0), "rounded-tf32", "rounded to tf32"),
         (W, tf32(W, 0x1000), "rounded-float16", "rounded to float16, or to tf32, which has as many digits"),
+        (W > 0, W <= 0, "negated", "holds the opposite of the reference's values: true where it has false"),
+        (np.where(W > 0, W, 0), np.where(W > 0, W, np.float32(-0.0)), "elements",
+         f"differs in {(W <= 0).sum()} of 384 elements, all of them zeros: -0.0 and 0.0 stand for each other"),
+        (W, np.where(abs(W) < 0.2, np.float32(0), W), "zero-elements",
+         f"has zeros in {(abs(W) < 0.2).sum()} of 384 elements, here and there: those that were smallest, up to"),
+        (W, np.where(W > 0.5, 0, W), "zero-elements", f"{(W > 0.5).sum()} of 384 elements, here and there"),
         (VOCABULARY, mean_rows("f4"), "mean-rows", "has rows 64:72 of 72 that are the mean of the others"),
         (VOCABULARY.astype(ml_dtypes.bfloat16), mean_rows(ml_dtypes.bfloat16), "mean-rows", "rows 64:72 of 72"),
     ],
@@ -507,11 +513,15 @@ def test_what_one_operation_did_has_its_name(reference: Any, got: Any, kind: str
         (CONV, CONV[::-1].swapaxes(0, 1).copy()), (COMPLEX, COMPLEX.conj() * np.complex64(1.01)),
         (CODES, np.where(CODES > 100, CODES, CODES + 1).astype("i1")), (STATES, -np.exp(STATES) * np.float32(1.01)),
         (SQUARE, np.eye(16, dtype="f4") * np.float32(0.99)), (W, tf32(W, 0x1000) * np.float32(1 + 2**-8)),
+        (W > 0, (W > 0) & (W < 0.5)), (W, np.where(abs(W) < 0.2, 0, W * np.float32(1.3))),
         (VOCABULARY, mean_rows("f4") + (np.arange(72) > 63)[:, None].astype("f4") * 0.01),
     ],
 )  # fmt: skip
 def test_what_is_only_near_such_an_operation_has_another_name(reference: Any, got: Any) -> None:
-    new = {"transposed", "conjugated", "offset", "exponential", "logarithm", "identity", "rounded-tf32", "mean-rows"}
+    new = {
+        "negated", "zero-elements", "transposed", "conjugated", "offset", "exponential", "logarithm", "identity",
+        "rounded-tf32", "mean-rows",
+    }  # fmt: skip
     assert like(got, reference).kind not in new
 
 

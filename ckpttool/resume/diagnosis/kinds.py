@@ -131,6 +131,7 @@ class TensorKind(Enum):
     ZERO = "zero", "is all zeros"
     ZERO_ROWS = "zero-rows", "has zeros in some rows", True
     ZERO_RANGE = "zero-range", "has zeros in a range", True
+    ZERO_ELEMENTS = "zero-elements", "has zeros in some elements, here and there", True
     IDENTITY = "identity", "is the identity matrix"
     MEAN_ROWS = "mean-rows", "has some rows that are the mean of the others", True
     CONSTANT = "constant", "is one value throughout", True

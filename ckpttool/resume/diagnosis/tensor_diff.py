@@ -25,6 +25,7 @@ from .tensor_bits import (
     ArrayPair,
     Found,
     are_same_bits,
+    as_float64,
     as_integers,
     block_slices,
     dtype_epsilon,
@@ -207,7 +208,7 @@ def _find_extent(a: Array, b: Array) -> tuple[int, int, int] | None:
 
 def _find_kind(pair: ArrayPair) -> Found:
     """Find the most specific kind of difference that is true of every differing element."""
-    for rule in (_find_rounded, _find_zeros, _find_identity, _find_constant):
+    for rule in (_find_signed_zeros, _find_rounded, _find_zeros, _find_identity, _find_constant):
         if found := rule(pair):
             return found
     if found := _find_bfloat16_steps(pair.x, pair.y):
@@ -217,8 +218,9 @@ def _find_kind(pair: ArrayPair) -> Found:
     for rule in (_find_byte_order, tensor_values.find_not_finite, tensor_values.find_sign_change, *tensor_order.RULES):
         if found := rule(pair):
             return found
-    if found := _find_mean_rows(pair):
-        return found
+    for rule in (_find_mean_rows, _find_scattered_zeros):
+        if found := rule(pair):
+            return found
     if pair.count > 2 and (
         found := tensor_values.find_formula(pair)
     ):  # two elements always have some factor or distance
@@ -309,6 +311,14 @@ def find_rounded_dtype(a: Array, b: Array) -> dtype[Any] | None:
     return None
 
 
+def _find_signed_zeros(pair: ArrayPair) -> Found | None:
+    """Find whether nothing differs but the signs of zeros; None if more does."""
+    if pair.x.dtype != pair.y.dtype or not all(bool((pair.x[p] == pair.y[p]).all()) for p in block_slices(len(pair.x))):
+        return None
+    text = f"differs in {pair.count} of {pair.a.size} elements, all of them zeros: -0.0 and 0.0 stand for each other"
+    return Found(TensorKind.ELEMENTS, text)
+
+
 def _find_zeros(pair: ArrayPair) -> Found | None:
     """Find whether the differing elements are zeros: all, whole rows, or a range; None if not."""
     import numpy as np
@@ -339,6 +349,29 @@ def _find_zeros(pair: ArrayPair) -> Found | None:
     return Found(
         TensorKind.ZERO_RANGE, f"has zeros in elements {first}:{last + 1} of {a.size}", {"range": (first, last + 1)}
     )
+
+
+def _find_scattered_zeros(pair: ArrayPair) -> Found | None:
+    """Find whether every differing element is zero, here and there: small numbers that underflowed, or what was pruned;
+    None if not."""
+    import numpy as np
+
+    if pair.count <= _FEW or not _is_real_float(pair.y):
+        return None
+    lost, largest, smallest = 0, 0.0, np.inf
+    for p in block_slices(len(pair.x)):
+        x, y = pair.x[p], pair.y[p]
+        wrong = unequal_mask(x, y)
+        if y[wrong].any():
+            return None
+        sizes = abs(as_float64(x))
+        lost += int(np.count_nonzero(wrong))
+        largest = max(largest, float(sizes[wrong].max(initial=0.0)))
+        smallest = min(smallest, float(sizes[~wrong & (x != 0)].min(initial=np.inf)))
+    text = f"has zeros in {lost} of {pair.a.size} elements, here and there"
+    if largest <= smallest < np.inf:
+        text += f": those that were smallest, up to {largest:.3g}, as where numbers underflow"
+    return Found(TensorKind.ZERO_ELEMENTS, text, {"count": lost})
 
 
 def _find_identity(pair: ArrayPair) -> Found | None:

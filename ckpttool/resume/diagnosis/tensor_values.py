@@ -56,6 +56,8 @@ def find_sign_change(pair: ArrayPair) -> Found | None:
     """Find whether values are the reference's with the opposite signs, or without signs, or its complex conjugates;
     None if not."""
     x, y = pair.x, pair.y
+    if x.dtype == y.dtype == bool and all(bool((x[p] != y[p]).all()) for p in block_slices(len(x))):
+        return Found(TensorKind.NEGATED, "holds the opposite of the reference's values: true where it has false")
     if x.dtype != y.dtype or x.dtype.kind in "ub":
         return None
     if x.dtype.kind == "c":
