@@ -146,6 +146,19 @@ def test_nothing_is_blamed_where_nothing_failed() -> None:
     assert blamed(None, job()) == []
 
 
+def test_moments_are_not_blamed_for_updates_where_they_are_equal() -> None:
+    def some(n: str) -> bool:
+        return "layers.1." in n
+
+    cause = first(job(), scaled(job(), update=0.02, tensors=some))
+    assert cause.kind == "optimizer"
+    assert cause.text.endswith(
+        "is not: the optimizer's options, or what is done to gradients before its step, such as clipping, since its "
+        "state is equal"
+    )
+    assert first(blind(job()), blind(scaled(job(), update=0.02, tensors=some))).kind == "moments"
+
+
 def test_what_fits_nothing_is_unknown_and_lists_what_was_seen() -> None:
     b = job()
     b.steps[8].grad_norm = 100.0

@@ -73,6 +73,11 @@ def test_factors_of_moments_tell_what_left_them(first: float, second: float, tex
     assert (found.kind, found.text) == ("scaled", f"all 78 moments are multiplied {text}")
 
 
+def test_a_factor_of_the_first_moment_alone_is_not_that_of_gradients(both: Any) -> None:
+    (found,) = both(times(10.0, 1.0), lambda n: n.endswith(".exp_avg"))
+    assert (found.kind, found.text) == ("scaled", "all 39 exp_avg tensors are multiplied (exp_avg x10)")
+
+
 def test_a_scale_that_the_scaler_has_is_named_though_it_is_small(original: Any, tmp_path: Path) -> None:
     with files(tmp_path, "b", times(16.0, 256.0)) as b:
         a = original

@@ -191,15 +191,16 @@ def _explain_numbers(context: Context, reference: Trace) -> None:
     if not ruled_out and "optimizer" not in context.explained:
         if _UPDATES & context.failed.keys():
             _explain_updates(context, reference, *first)
-        elif not context.out and any(n.startswith("steps.") for n in context.failed):
-            evidence = context.failed_texts(*(n for n in context.failed if n.startswith("steps.")))
+        elif not context.out and (later := [n for n in context.failed if n.startswith("steps.")]):
             kind, text = CauseKind.LATER_STEPS, "something random is not the same, or noise grows"
             if first[0].update_norm is None and not first[0].updates:
                 kind, text = (
                     CauseKind.OPTIMIZER,
                     "the optimizer's state or its options (the reference has no norms of updates)",
                 )
-            context.add(kind, f"the first step agrees and later ones do not: {text}", evidence)
+            elif "after.buffers" in context.failed:
+                return  # explain_after says it
+            context.add(kind, f"the first step agrees and later ones do not: {text}", context.failed_texts(*later))
 
 
 def _small_logit_deviation(context: Context) -> float | None:
@@ -317,7 +318,7 @@ def _explain_updates(context: Context, reference: Trace, a: Step, b: Step) -> No
         evidence.append(f"updates are {ratios[0]:.3g} to {ratios[-1]:.3g} times those of the reference")
     guess = "moments dropped or of another step, a step that was reset, or other betas"
     if context.passed("state.digests"):
-        guess = "its options, since its state is equal"
+        guess = "its options, or what is done to gradients before its step, such as clipping, since its state is equal"
     if len(found) * 10 >= len(every) * 9:
         most = "all" if len(found) == len(every) else "nearly all"
         text = f"{equal}the updates of {most} {len(found)} tensors are not: {guess}"
@@ -332,9 +333,12 @@ def _explain_updates(context: Context, reference: Trace, a: Step, b: Step) -> No
         text = f"{equal}the updates of one param group ({count_noun(len(found), 'tensor')}) are not: its options"
         context.add(CauseKind.OPTIMIZER_GROUP, text, evidence, found)
         return
-    whose = "its" if len(found) == 1 else "their"
-    text = f"{equal}the update of {describe_selection(found, every, 'tensors')} is not: {whose} moments"
-    context.add(CauseKind.MOMENTS, text, evidence, found)
+    text = f"{equal}the update of {describe_selection(found, every, 'tensors')} is not: "
+    if context.passed("state.digests"):
+        context.add(CauseKind.OPTIMIZER, text + guess.replace("its", "the optimizer's", 1), evidence, found)
+    else:
+        whose = "its" if len(found) == 1 else "their"
+        context.add(CauseKind.MOMENTS, f"{text}{whose} moments", evidence, found)
 
 
 def _deviating_tensors(context: Context, reference: Trace, a: Step, b: Step, updates: bool) -> list[str]:
@@ -398,17 +402,21 @@ def explain_run(context: Context) -> None:
 def explain_after(context: Context) -> None:
     """Add causes for what only the state after the last step shows: rates to come, buffers, anything else."""
     failed = {n: c for n, c in context.failed.items() if n.startswith("after.")}
+    follows = bool(context.explained)  # other weights, gradients or batches leave other buffers
     if "after.schedule" in failed and "rates" not in context.explained:
         text = f"the schedule differs later on: {failed['after.schedule'].text}"
         context.add(CauseKind.SCHEDULE_AHEAD, text, context.failed_texts("after.schedule"))
-    if "after.buffers" in failed and not {"weights", "gradients"} & context.explained:
+    if "after.buffers" in failed and not follows:
         check = failed["after.buffers"]
         loaded, after = context.got.after.get("loaded", {}), context.got.after.get("sketches", {})
         where = check.where or ""
         idle = where in after and loaded.get(where) == after[where][1]
         what = "is not updated by this job, or only by its training loop" if idle else "is updated otherwise"
         text = f"{readable_name(where)} {what}: it was equal before the steps, and is not after them"
-        context.add(CauseKind.BUFFERS, text, context.failed_texts("after.buffers"), [where], explains=())
+        later = [n for n in context.failed if n.startswith("steps.")]
+        if later and not context.out:
+            text += ". Later steps differ, too: because of it, or it does because of them"
+        context.add(CauseKind.BUFFERS, text, context.failed_texts("after.buffers", *later), [where], explains=())
     if failed and not context.out:
         text = f"the steps agree and what they leave does not: {next(iter(failed.values())).text}"
         context.add(CauseKind.STATE_AFTER, text, context.failed_texts(*failed))

@@ -276,7 +276,8 @@ def _explain_gradient_factor(context: Context, reference: Trace, by: Mapping[str
     if len({round(math.log(abs(by[s])), 3) for s in plain}) != 1 or by[plain[0]] <= 0:
         return None
     factor = by[plain[0]]
-    if not all(_are_close(by[s], factor**2) for s in squares):
+    kept = {slot_of(n) for n in reference.state if slot_of(n).endswith("_sq")}
+    if kept - set(squares) or not all(_are_close(by[s], factor**2) for s in squares):
         return None
     scales = [
         float(v)
