@@ -256,7 +256,7 @@ def _note_checkpoint(opened: OpenCheckpoint, out: Trace) -> None:
     out.layout = opened.layout.name
     out.notes = [*ckpt.notes, *out.notes]
     out.unread = [(u.name, u.component) for u in ckpt.unread if u.component]
-    # extra states of modules, too, since they are not loaded
+    # as stored; what the job holds of extra states is in `held`
     side = collect_side_state({v.path: v.data for v in ckpt.values.values() if v.path[0] != "optim"})
     out.values, out.others = side.values, side.others
     out.stored_groups = _list_stored_options(ckpt)
