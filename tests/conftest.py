@@ -43,6 +43,7 @@ settings.load_profile("default")
 LAUNCHING = (
     "test_faults.py",
     "test_zoo.py",
+    "test_hybrid.py",
     "test_benign.py",
     "test_reader.py",
     "test_resumed_objects.py",

@@ -17,6 +17,7 @@ from live.faults import GLOBAL, MICRO, SEQUENCE
 from live.zoo import SAVED
 from peers import REPOSITORY
 from ranks import forked, one_at_a_time, torchrun
+from spoiling import Fault
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from torch.distributed.checkpoint.state_dict_saver import save
 
@@ -158,3 +159,14 @@ def verdict(runs: Runs, name: str, known: str, recorded: Trace, changed: Mapping
     trajectory = replace(recorded, **changed)
     judged = judge(trajectory, got).checks
     return Verdict(checks, found, dynamic, judged, find_causes(trajectory, got, judged))
+
+
+def said_of(fault: Fault, found: Verdict) -> dict[str, Any]:
+    """What the test compares, by the names of `Fault`."""
+    cause = found.causes[0] if found.causes else None
+    return {
+        "check": name_of(first(found.known)), "kind": None if cause is None else cause.kind,
+        "tensors": () if cause is None else tuple(cause.tensors[: len(fault.tensors)]),
+        "said": fault.said if cause is not None and fault.said in cause.text else "",
+        "dynamic": name_of(first(found.dynamic)), "recorded": first(found.recorded) is not None,
+    }  # fmt: skip

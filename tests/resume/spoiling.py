@@ -33,13 +33,13 @@ class Fault:
     `oldest` one whose earlier step is the earliest.
 
     `check` is the first check that fails with everything known, `dynamic` the first with numbers of the run alone, None
-    where those see nothing, and `recorded` says whether a recorded trajectory shows it. `kind` is that of the first
+    where nothing is seen, and `recorded` says whether a recorded trajectory shows it. `kind` is that of the first
     cause, `tensors` the first of its tensors, `said` words that its text has. `rank` is whose shard the first
     difference lies in.
     """
 
-    check: str
-    kind: str
+    check: str | None
+    kind: str | None
     dynamic: str | None
     tensors: tuple[str, ...] = ()
     spoil: Spoil | None = None

@@ -9,10 +9,9 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
-from judged import Runs, Verdict, Zoo, first, name_of, save_tree, verdict
+from judged import Runs, Verdict, Zoo, said_of, save_tree, verdict
 from live.zoo import CLIP, OLDEST, SAVED, STALE, TIED
 from spoiling import Fault
 from zoo_faults import BATCH, DIGESTS, FAULTS, LOADER, PROBE, RANDOM, SCALER, SCHEDULER, VALUES
@@ -67,17 +66,6 @@ def verdict_on(name: str, runs: Runs, zoo_original: Zoo) -> Verdict:
         recorded = zoo_original.recorded("tied" if fault.tied else "reference")
         runs.verdicts[name] = verdict(runs, name, "tied" if fault.tied else "job", recorded, fault.reference)
     return runs.verdicts[name]
-
-
-def said_of(fault: Fault, found: Verdict) -> dict[str, Any]:
-    """What the test compares, by the names of `Fault`."""
-    cause = found.causes[0] if found.causes else None
-    return {
-        "check": name_of(first(found.known)), "kind": None if cause is None else cause.kind,
-        "tensors": () if cause is None else tuple(cause.tensors[: len(fault.tensors)]),
-        "said": fault.said if cause is not None and fault.said in cause.text else "",
-        "dynamic": name_of(first(found.dynamic)), "recorded": first(found.recorded) is not None,
-    }  # fmt: skip
 
 
 @pytest.mark.parametrize("name", FAULTS)
