@@ -271,8 +271,10 @@ class _Naming:
         Raises:
             Corrupt: two keys have one meaning.
         """
-        # {canonical path that stands for a key of the user's: that key}; one that has the component's name comes first
-        owners: dict[Path, str | int] = {(p[0],): p[0] for p in self.rest if ROLES.get(str(p[0])) == p[0]}
+        # {canonical path that stands for a key of the user's: that key}; one that has the component's name comes first,
+        # but for "scheduler" beside the lr_scheduler of DeepSpeed's engine
+        named = [p[0] for p in self.rest if ROLES.get(str(p[0])) == p[0] != "scheduler"]
+        owners: dict[Path, str | int] = {(key,): key for key in named}
         several = {p[0] for p in self.rest if len(p) < 3 or p[1] != 0}
         for p, leaf in self.rest.items():
             path = _rest_path(p)

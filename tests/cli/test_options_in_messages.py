@@ -125,7 +125,7 @@ def test_every_name_that_messages_give_to_argument_is_an_option_or_an_argument_o
             ):
                 names.add(str(n.args[0].value))
     odd = {n for n in names if (errors._FLAGS.get(n) or "--" + n.replace("_", "-")) not in EVERY}
-    assert odd == {"extra", "optimizer", "probe"}
+    assert odd == {"extra", "probe"}
 
 
 def test_an_option_that_the_command_lacks_is_named_with_one_that_has_it() -> None:

@@ -91,7 +91,8 @@ def test_the_reference_and_its_noise_run_in_the_other_python_and_the_candidate_i
     assert report["profile"] == "standard" and report["reference"]["source"] == report["candidate"]["source"]
     assert "faults of the checkpoint itself: both runs loaded it" in report["not_verified"]
     for text in (junit.read_text(), (pythons.folder / "report.html").read_text()):
-        assert f"trainer_kit 2.0 ({pythons.new})"[-60:] in text and f"trainer_kit 1.0 ({pythons.old})"[-60:] in text
+        for version, python in (("2.0", pythons.new), ("1.0", pythons.old)):  # long paths are cut in the middle
+            assert f"trainer_kit {version} (" in text and f"{python})"[-24:] in text
     assert not list((pythons.folder / "old").rglob("ckpttool*")), "it has our code only while it runs"
 
 
