@@ -33,7 +33,7 @@ from ...index.fqns import split_extra_state
 from ...live.collectives import do_all_ranks_meet, gather_objects
 from ...live.job_optimizers import list_optimizers, remember_options
 from ...live.load import load_opened
-from ...live.plain_values import is_lossless_cast
+from ...live.plain_values import is_lossless_cast, torch_dtype
 from ...live.shared_index import look_together
 from ...printable import count_noun
 from ..compare import misfit
@@ -519,9 +519,13 @@ def _fingerprint_state(
         marks = fingerprint.fingerprint_files(opened, other, *ranks, device)
         out.stored_as = {n: (entries[n].dtype, marks[n]) for n in other}
     if settings.reread:
-        out.environment["rounded"] = [
-            n for n in other if not is_lossless_cast(entries[n].dtype, dtype_name(tensors[n]))
-        ]
+        lossy = [n for n in other if not is_lossless_cast(entries[n].dtype, dtype_name(tensors[n]))]
+        for dtype in sorted({entries[n].dtype for n in lossy}):
+            # what the job holds may still be every digit of it, such as a step that was saved as an integer
+            again = {n: tensors[n] for n in lossy if entries[n].dtype == dtype}
+            back, _ = fingerprint.fingerprint_tensors(again, device, torch_dtype(dtype))
+            lossy = [n for n in lossy if back.get(n) != marks[n]]
+        out.environment["rounded"] = lossy
         if other:
             kinds = f"{entries[other[0]].dtype} in the files and {dtype_name(tensors[other[0]])} in the job"
             out.notes.append(f"of another dtype: {count_noun(len(other), 'tensor')}, first {other[0]}: {kinds}")
