@@ -160,7 +160,8 @@ def first_difference(live: object, want: object, name: str = "") -> str | None:
     checkpoint and ... in the job'; None where it is equal.
 
     Exact: types of containers and keys, the type of a number, the bits of a float or a tensor. Keys that only the live
-    object has are not compared. The device of a tensor does not count.
+    object has are not compared. The device of a tensor does not count. Nor does an empty container where the live
+    object has None: a LambdaLR saves one of an object without attributes, and None of a function.
 
     Args:
         live: what the job has.
@@ -169,6 +170,8 @@ def first_difference(live: object, want: object, name: str = "") -> str | None:
     """
     import torch
 
+    if live is None and isinstance(want, (Mapping, list, tuple)) and is_hollow(want):
+        return None
     if isinstance(want, Mapping) and type(live) is type(want):
         lacks = [k for k in want if k not in live]
         if lacks:

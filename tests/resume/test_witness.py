@@ -123,6 +123,46 @@ def test_who_loads_other_layouts(tmp_path: Path, fixture: str, reader: str, own:
     assert {*os.listdir(tmp_path)} <= {"job.py", "__pycache__"}, "what DeepSpeed made is gone"
 
 
+@pytest.mark.live
+@pytest.mark.slow
+def test_a_directory_of_a_trainer_is_loaded_by_torch_and_a_scheduler_of_functions_takes_its_state(
+    tmp_path: Path,
+) -> None:
+    folder = REPOSITORY / "fixtures" / "trainers" / "trainer_fsdp2_sharded"
+    case = json.loads((folder / "case.json").read_text())
+    config = {k: x for k, x in case["model"]["config"].items() if k != "transformers_version"}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    build = tmp_path / "job.py"
+    build.write_text(
+        "import torch\nfrom transformers import AutoConfig, AutoModelForCausalLM\n\n\ndef build():\n"
+        f"    model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained({str(tmp_path)!r}), dtype=torch.float32)\n"
+        "    groups = [{'params': [p for p in model.parameters() if (p.dim() > 1) is flag]} for flag in (True, False)]\n"
+        "    optimizer = torch.optim.AdamW(groups)\n"
+        "    return {'model': model, 'optimizer': optimizer,\n"
+        "            'scheduler': torch.optim.lr_scheduler.LambdaLR(optimizer, lambda k: 1 / (1 + k)),\n"
+        f"            'data': lambda i: torch.arange(i, i + 16).remainder({config['vocab_size']}).numpy()}}\n"
+    )
+    source = folder / "ckpt" / "checkpoint-3"
+    words = [
+        "--job",
+        f"{build}:build",
+        "-n",
+        2,
+        "--steps",
+        1,
+        "--global-batch",
+        4,
+        "--no-round-trip",
+        "--scratch",
+        tmp_path,
+    ]
+    with one_at_a_time(), forked():
+        done = ckpttool_here("resume-verify", source, "--against", source, *words, "--json")
+    assert done.returncode == 0, done.stdout + done.stderr
+    loaders = json.loads(done.stdout)["reference"]["loaders"]
+    assert loaders == {"model": TORCH["dcp"], "optim": TORCH["dcp"], "scheduler": "torch.load"}
+
+
 class Runs_:
     """Stands for a class that a hostile metadata names."""
 

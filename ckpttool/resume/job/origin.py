@@ -117,7 +117,7 @@ def find_origin(job: Job, opened: OpenCheckpoint, trained: bool, scratch: str | 
         files = [os.path.normpath(os.path.join(folder, f)) for f in opened.checkpoint.files]
         try:
             with _weights_only():
-                _find_readers(_Target(job), files, parts, scratch, out, opened.folder)
+                _find_readers(_Target(job), files, parts, scratch, out, folder if opened.folder else None)
         except Exception as e:  # a reader that fails is none; ckpttool's loader says what is wrong with the files
             out, why = OriginLoad(), f"{type(e).__name__}: {' '.join(str(e).split())[:200]}"
     common = [set(found) for found in gather_objects(list(out.readers))]
@@ -128,10 +128,10 @@ def find_origin(job: Job, opened: OpenCheckpoint, trained: bool, scratch: str | 
 
 
 def _find_readers(
-    target: _Target, files: list[str], parts: list[str], scratch: str | None, out: OriginLoad, whole: bool
+    target: _Target, files: list[str], parts: list[str], scratch: str | None, out: OriginLoad, root: str | None
 ) -> None:
-    """Add to `out` what readers load the components `parts` of a job from the files, and the steps that do so; with
-    `whole`, the other files of their folders belong to the checkpoint, too."""
+    """Add to `out` what readers load the components `parts` of a job from the files, and the steps that do so. `root`
+    is the folder of the checkpoint, whose other files belong to it, too; None for a file alone."""
     folders = list(dict.fromkeys(map(os.path.dirname, files)))
     if save := deepspeed_reader.find_save(files):
         out.partial = True
@@ -143,15 +143,16 @@ def _find_readers(
         out.readers |= found.readers
         out.steps.append(found.load)
         return
-    for folder in folders:
-        if os.path.isfile(os.path.join(folder, ".metadata")):
-            _plan_dcp(target, folder, [p for p in parts if p not in out.readers], out)
-    left = [p for p in parts if p not in out.readers]
-    if left and not any(os.path.isfile(os.path.join(folder, ".metadata")) for folder in folders):
-        _plan_files(target, files, left, out)
-        left = [p for p in left if p not in out.readers]
-        beside = [os.path.join(d, n) for d in folders for n in sorted(os.listdir(d)) if whole and left]
-        _plan_files(target, [f for f in beside if f.endswith((".pt", ".bin", ".pth")) and f not in files], left, out)
+    with_metadata = [folder for folder in folders if os.path.isfile(os.path.join(folder, ".metadata"))]
+    for folder in with_metadata:
+        _plan_dcp(target, folder, [p for p in parts if p not in out.readers], out)
+    if not with_metadata:
+        _plan_files(target, files, parts, out)
+    # what lies beside folders of DCP may be another copy of the weights, but their scheduler
+    left = [p for p in parts if p not in out.readers and (p == "scheduler" or not with_metadata)]
+    if root is not None and left:
+        beside = [os.path.join(d, n) for d in dict.fromkeys((root, *folders)) for n in sorted(os.listdir(d))]
+        _plan_files(target, [f for f in beside if f.endswith((".pt", ".bin", ".pth"))], left, out)
 
 
 @contextmanager
@@ -386,7 +387,9 @@ def _plan_files(target: _Target, files: list[str], parts: list[str], out: Origin
         out.readers["model"] = "safetensors"
         out.steps.append(lambda: _fill_model(target, stored))
     elif "model" in parts:
-        models = [(p, d) for p, d in dicts if target.names_of_model(d.keys()) is not None]
+        # the state of an optimizer has the names of the model for its keys, too
+        tensors = [(p, {n for n, x in d.items() if hasattr(x, "element_size")}, d) for p, d in dicts]
+        models = [(p, d) for p, names, d in tensors if target.names_of_model(names) is not None]
         if len(models) > 1:
             models = [(p, d) for p, d in models if p[-1] in _MODEL_KEYS]
         if len(models) == 1:
