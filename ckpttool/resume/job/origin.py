@@ -19,6 +19,7 @@ from __future__ import annotations
 import io
 import os
 import pickle
+import re
 from collections.abc import Callable, Collection, Iterator, Mapping, MutableMapping
 from contextlib import contextmanager, suppress
 from copy import copy
@@ -29,10 +30,10 @@ from typing import Any
 from ...engine.opening import OpenCheckpoint
 from ...live.collectives import gather_objects
 from ...live.job_optimizers import list_optimizers
-from ..trace.fingerprint import local_shard
 from ..trace.live_facts import named_parameters, tied_names
 from . import deepspeed_reader
 from .build import Job
+from .round_trip import overwrite_tensors
 
 __all__ = ["OriginLoad", "find_origin"]
 
@@ -83,13 +84,7 @@ class _Target:
 
     def spoil_model(self, names: Collection[str]) -> None:
         """Overwrite tensors of the model, so that what a reader leaves out is seen."""
-        import torch
-
-        with torch.no_grad():
-            for n in names:
-                if hasattr(self.model[n], "element_size"):
-                    local = local_shard(self.model[n])
-                    local.fill_(1 if local.dtype == torch.bool else 77)
+        overwrite_tensors(self.model[n] for n in names if hasattr(self.model[n], "element_size"))
 
     def set_optimizer(self, state: dict[str, Any], options: Any) -> None:
         """Let torch put a state dict by FQN into the optimizers; `options` are StateDictOptions."""
@@ -98,16 +93,15 @@ class _Target:
         set_optimizer_state_dict(self.job.model, self.optimizers, state, options=options)
 
 
-def find_origin(job: Job, opened: OpenCheckpoint, trained: bool, scratch: str | None) -> OriginLoad:
+def find_origin(job: Job, opened: OpenCheckpoint, parts: list[str], scratch: str | None) -> OriginLoad:
     """Find what of a checkpoint the readers of its origin can load into a job. A collective; nothing is loaded.
 
     Args:
         job: as it was built.
         opened: the checkpoint.
-        trained: whether optimizer and scheduler are loaded, too.
+        parts: the components to load: "model", "optim", "scheduler".
         scratch: a folder that all ranks share, for what DeepSpeed converts; None for none.
     """
-    parts = ["model", *(("optim",) if trained else ()), *(("scheduler",) if trained and job.scheduler else ())]
     folder = opened.source.local_folder
     out = OriginLoad()
     why = "no other reader of this layout finds it under the names of the job"
@@ -300,14 +294,12 @@ def _find_model(target: _Target, keys: Collection[str], known: Collection[str]) 
 def _find_optimizer(target: _Target, keys: Collection[str]) -> str | None:
     """Return what the names of the optimizer's state begin with in a DCP folder, "optim."; None if it is not there, or
     in several places."""
-    marks = {f"state.{n}." for n in target.trained}
-    found = set()
+    trained, found = set(target.trained), set()
     for k in keys:
-        at = k.find("state.")
-        while at >= 0:
-            if (not at or k[at - 1] == ".") and any(k.startswith(m, at) for m in marks):
+        for at in (m.start() for m in re.finditer(r"(?<![^.])state\.", k)):
+            name = k[at + len("state.") :]
+            if any(name[:i] in trained for i, c in enumerate(name) if c == "."):
                 found.add(k[:at])
-            at = k.find("state.", at + 1)
     return found.pop() if len(found) == 1 else None
 
 

@@ -10,6 +10,7 @@ import os
 import shutil
 import time
 import uuid
+from collections.abc import Iterable
 from copy import deepcopy
 from typing import Any
 
@@ -25,7 +26,18 @@ from .build import Job
 from .saving import lacking_space
 from .watchdog import enter_stage
 
-__all__ = ["round_trip"]
+__all__ = ["overwrite_tensors", "round_trip"]
+
+
+def overwrite_tensors(tensors: Iterable[Any]) -> None:
+    """Overwrite this rank's shards of live tensors with a number that no training gives them, so that a load which
+    leaves one out is seen."""
+    import torch
+
+    with torch.no_grad():
+        for t in tensors:
+            local = fingerprint.local_shard(t)
+            local.fill_(1 if local.dtype == torch.bool else 77)
 
 
 def round_trip(job: Job, settings: RunSettings, out: Trace, status: Status) -> None:
@@ -68,10 +80,7 @@ def round_trip(job: Job, settings: RunSettings, out: Trace, status: Status) -> N
     groups = [deepcopy(loaded_options(g)) for g in job.optimizer.param_groups]
     numbers = optimizer_numbers(job.model, job.optimizer)
     del model, optim
-    with torch.no_grad():
-        for t in tensors.values():
-            local = fingerprint.local_shard(t)
-            local.fill_(1 if local.dtype == torch.bool else 77)
+    overwrite_tensors(tensors.values())
     enter_stage("loading what was saved")
     began = time.monotonic()
     load(job.model, job.optimizer, folder)

@@ -410,9 +410,10 @@ def _load_checkpoint(
             problem = f"{type(e).__name__}: {e}"
 
     if problem is None:
-        origin = OriginLoad(lacking=dict.fromkeys(_list_loaded(job, trained), ""))
+        parts = _list_loaded(job, trained)
+        origin = OriginLoad(lacking=dict.fromkeys(parts, ""))
         if settings.loader == "origin":
-            origin = find_origin(job, opened, trained, settings.scratch)
+            origin = find_origin(job, opened, parts, settings.scratch)
             out.unwitnessed = origin.lacking
         restore = remember_options(g for o in list_optimizers(job.optimizer) for g in o.param_groups)
         if origin.partial or origin.lacking:
@@ -421,10 +422,10 @@ def _load_checkpoint(
             enter_stage(f"loading {settings.source} by {', '.join(dict.fromkeys(origin.readers.values()))}")
             if why := _try_readers(origin):
                 restore()
-                out.unwitnessed = dict.fromkeys(_list_loaded(job, trained), why)
+                out.unwitnessed = dict.fromkeys(parts, why)
                 load_by_ckpttool()
                 origin = OriginLoad()
-        out.loaders = {p: origin.readers.get(p, "ckpttool") for p in _list_loaded(job, trained)}
+        out.loaders = {p: origin.readers.get(p, "ckpttool") for p in parts}
     every: list[tuple[str | None, LoadCostRecord]] = gather_objects((problem, cost.measure()))
     problems = [said for said, _ in every]
     out.loads = [{"rank": rank, **measured} for rank, (_, measured) in enumerate(every)]
