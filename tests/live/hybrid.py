@@ -29,7 +29,7 @@ TESTS = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(TESTS), str(TESTS.parent)]
 
 from live.faults import GLOBAL, SEQUENCE  # noqa: E402
-from live.zoo import CLIP, ROWS, WIDTH, WORDS, Adapter, row  # noqa: E402
+from live.zoo import CLIP, ROWS, WIDTH, WORDS, Adapter, optimizer_of, row  # noqa: E402
 
 STALE, SAVED, RECORDED = 7, 8, 2
 HEADS, KEYS, FEED, EXPERTS, LAYERS = 4, 2, 24, 4, 4
@@ -229,21 +229,6 @@ def model_of(**changed: Any) -> Hybrid:
         if "lora_B" in name or name.endswith(("n1.weight", "n2.weight", "norm.weight")):
             p.data += 0.05 * torch.randn(p.shape)
     return model
-
-
-def optimizer_of(model: nn.Module) -> torch.optim.AdamW:
-    """Matrices; what does not decay; routers; LoRA."""
-    groups: list[dict[str, Any]] = [
-        {"params": [], "weight_decay": 0.1},
-        {"params": [], "weight_decay": 0.0},
-        {"params": [], "weight_decay": 0.02, "betas": (0.8, 0.9), "lr": 1e-3},
-        {"params": [], "weight_decay": 0.0, "amsgrad": True, "lr": 1e-2},
-    ]
-    for name, p in model.named_parameters():
-        if p.requires_grad:
-            which = 3 if "lora_" in name else 2 if "router" in name else 1 if p.ndim == 1 else 0
-            groups[which]["params"].append(p)
-    return torch.optim.AdamW(groups, lr=RATE, betas=(0.9, 0.95))
 
 
 def scheduler_of(optimizer: torch.optim.Optimizer, decay: int = DECAY) -> torch.optim.lr_scheduler.SequentialLR:

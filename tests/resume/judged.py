@@ -170,3 +170,13 @@ def said_of(fault: Fault, found: Verdict) -> dict[str, Any]:
         "said": fault.said if cause is not None and fault.said in cause.text else "",
         "dynamic": name_of(first(found.dynamic)), "recorded": first(found.recorded) is not None,
     }  # fmt: skip
+
+
+def assert_verdict(fault: Fault, found: Verdict) -> None:
+    """What is said about a fault is what its row says, and a fault of a rank's shard lies in that rank's file."""
+    wanted = {key: getattr(fault, key) for key in ("check", "kind", "tensors", "said", "dynamic", "recorded")}
+    assert said_of(fault, found) == wanted, [c.text for c in found.causes]
+    if fault.rank is not None:
+        place = found.causes[0].place
+        assert place is not None
+        assert place.startswith(f"__{fault.rank}_0.distcp, bytes "), place

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 from hybrid_faults import BENIGN, FAULTS, NOT_EXPLAINED
-from judged import Runs, Verdict, Zoo, said_of, save_tree, verdict
+from judged import Runs, Verdict, Zoo, assert_verdict, said_of, save_tree, verdict
 from live.faults import GLOBAL
 from live.hybrid import CLIP, RECORDED, SAVED, STALE
 from peers import REPOSITORY
@@ -90,12 +90,7 @@ def verdict_on(name: str, runs: Runs, original: Zoo) -> Verdict:
 def test_each_fault_of_the_third_suite_has_its_verdict(name: str, hybrid: Runs, hybrid_original: Zoo) -> None:
     fault = FAULTS[name]
     found = verdict_on(name, hybrid, hybrid_original)
-    wanted = {key: getattr(fault, key) for key in ("check", "kind", "tensors", "said", "dynamic", "recorded")}
-    assert said_of(fault, found) == wanted, [c.text for c in found.causes]
-    if fault.rank is not None:
-        place = found.causes[0].place
-        assert place is not None
-        assert place.startswith(f"__{fault.rank}_0.distcp, bytes "), place
+    assert_verdict(fault, found)
 
 
 @pytest.mark.parametrize("name", [JOB, *BENIGN])

@@ -76,6 +76,16 @@ def test_a_fault_of_the_loader_is_no_fault_of_both_sides(runs: Runs, fault: str,
     assert any("it loaded both sides, as asked" in text for text in list_not_verified(got, got, both))
 
 
+def verify_against_itself(source: Path, build: Path) -> dict[str, Any]:
+    """The report on a checkpoint that is its own reference, in one step of two ranks; it has to pass."""
+    words = ["--job", f"{build}:build", "-n", 2, "--steps", 1, "--global-batch", 4, "--no-round-trip"]
+    with one_at_a_time(), forked():
+        done = ckpttool_here("resume-verify", source, "--against", source, *words, "--scratch", build.parent, "--json")
+    assert done.returncode == 0, done.stdout + done.stderr
+    report: dict[str, Any] = json.loads(done.stdout)
+    return report
+
+
 @pytest.mark.live
 @pytest.mark.slow
 @pytest.mark.parametrize(
@@ -98,28 +108,13 @@ def test_who_loads_other_layouts(tmp_path: Path, fixture: str, reader: str, own:
         "            'data': lambda i: {'input_ids': jobs.sample(i), 'labels': jobs.sample(i)}}\n"
     )
     source = folder / "ckpt"
-    words = [
-        "--job",
-        f"{build}:build",
-        "-n",
-        2,
-        "--steps",
-        1,
-        "--global-batch",
-        4,
-        "--no-round-trip",
-        "--scratch",
-        tmp_path,
-    ]
-    with one_at_a_time(), forked():
-        done = ckpttool_here("resume-verify", source, "--against", source, *words, "--json")
-    assert done.returncode == 0, done.stdout + done.stderr
-    reference = json.loads(done.stdout)["reference"]
+    report = verify_against_itself(source, build)
+    reference = report["reference"]
     for component in own:
         assert reference["loaders"][component].startswith(reader or "ckpttool")
     if not reader:
         assert "no other reader of this layout" in reference["unwitnessed"]["model"]
-        assert "faults of ckpttool's loader in model, optimizer" in " ".join(json.loads(done.stdout)["not_verified"])
+        assert "faults of ckpttool's loader in model, optimizer" in " ".join(report["not_verified"])
     assert {*os.listdir(tmp_path)} <= {"job.py", "__pycache__"}, "what DeepSpeed made is gone"
 
 
@@ -143,23 +138,8 @@ def test_a_directory_of_a_trainer_is_loaded_by_torch_and_a_scheduler_of_function
         f"            'data': lambda i: torch.arange(i, i + 16).remainder({config['vocab_size']}).numpy()}}\n"
     )
     source = folder / "ckpt" / "checkpoint-3"
-    words = [
-        "--job",
-        f"{build}:build",
-        "-n",
-        2,
-        "--steps",
-        1,
-        "--global-batch",
-        4,
-        "--no-round-trip",
-        "--scratch",
-        tmp_path,
-    ]
-    with one_at_a_time(), forked():
-        done = ckpttool_here("resume-verify", source, "--against", source, *words, "--json")
-    assert done.returncode == 0, done.stdout + done.stderr
-    loaders = json.loads(done.stdout)["reference"]["loaders"]
+    report = verify_against_itself(source, build)
+    loaders = report["reference"]["loaders"]
     assert loaders == {"model": TORCH["dcp"], "optim": TORCH["dcp"], "scheduler": "torch.load"}
 
 

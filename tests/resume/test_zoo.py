@@ -11,7 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from judged import Runs, Verdict, Zoo, said_of, save_tree, verdict
+from judged import Runs, Verdict, Zoo, assert_verdict, said_of, save_tree, verdict
 from live.zoo import CLIP, OLDEST, SAVED, STALE, TIED
 from spoiling import Fault
 from zoo_faults import BATCH, DIGESTS, FAULTS, LOADER, PROBE, RANDOM, SCALER, SCHEDULER, VALUES
@@ -72,12 +72,7 @@ def verdict_on(name: str, runs: Runs, zoo_original: Zoo) -> Verdict:
 def test_each_fault_of_the_second_suite_has_its_verdict(name: str, zoo: Runs, zoo_original: Zoo) -> None:
     fault = FAULTS[name]
     found = verdict_on(name, zoo, zoo_original)
-    wanted = {key: getattr(fault, key) for key in ("check", "kind", "tensors", "said", "dynamic", "recorded")}
-    assert said_of(fault, found) == wanted, [c.text for c in found.causes]
-    if fault.rank is not None:
-        place = found.causes[0].place
-        assert place is not None
-        assert place.startswith(f"__{fault.rank}_0.distcp, bytes "), place
+    assert_verdict(fault, found)
 
 
 def test_the_checkpoint_itself_passes_against_the_recording_of_its_own_job(zoo: Runs, zoo_original: Zoo) -> None:
