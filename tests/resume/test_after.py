@@ -93,6 +93,20 @@ def test_running_statistics_are_seen_on_one_rank_as_well(made: Made) -> None:
     assert failed(checks).keys() == {"after.buffers"}
 
 
+def test_a_bit_that_no_sketch_shows_is_seen_between_two_runs_whose_steps_are_bit_equal(made: Made) -> None:
+    reference = made.runs.traces["2 to 2"]
+    sound = by_name(judge(reference, reference).checks)
+    assert all("bit-equal after the last step" in sound[f"after.{n}"].text for n in ("weights", "optimizer"))
+    for kind in ("model.", "optim."):
+        name = next(n for n in reference.final if n.startswith(kind) and not n.endswith("step"))
+        got = replace(reference, final={**reference.final, name: "another"})
+        found = failed(judge(reference, got).checks)
+        assert list(found) == [{"model.": "after.weights", "optim.": "after.optimizer"}[kind]] and name in str(found)
+    # a recording has no fingerprints of its last step, and does not say that anything is bit-equal
+    checks = by_name(judge(made.recorded(2), reference).checks)
+    assert checks["after.weights"].verdict == "pass" and "by sketches" in checks["after.weights"].text
+
+
 @pytest.mark.parametrize("saved", [1, 2])
 @pytest.mark.parametrize("world", [1, 2])
 def test_a_sound_run_raises_no_alarm_and_what_depends_on_the_ranks_is_not_compared(
