@@ -99,11 +99,26 @@ def test_a_conversion_goes_on_as_its_source_and_a_dropped_optimizer_does_not(ori
     assert code == 0, [c for c in report["checks"] if c["verdict"] == "fail"]
     for key in ("loss", "grads", "updates"):
         assert [s[key] for s in report["candidate"]["steps"]] == [s[key] for s in report["reference"]["steps"]], key
+    print("loaded by:", report["reference"]["loaders"], report["candidate"]["loaders"])
+    assert all("torch" in who for who in report["reference"]["loaders"].values())
+    after = {c["name"]: c["verdict"] for c in report["checks"] if c["name"].startswith("after.")}
+    assert after["after.weights"] == after["after.optimizer"] == "pass", after
     ckpttool.convert(original / "ckpt", tmp_path / "bare", to="dcp", world_size=8, only=["model", "trainer"])
     code, report = verify(
         tmp_path / "bare", "--against", original / "ckpt", "--config", original / "config", *JOB, "--steps", "3"
     )
     assert code == 10 and report["causes"][0]["kind"] == "optimizer-missing", report["causes"]
+
+
+@pytest.mark.parametrize(("build", "code"), [("warmup", 0), ("no_momentum", 10)])
+def test_a_fresh_job_is_saved_and_resumed_bit_equal_or_its_save_is_blamed(build: str, code: int) -> None:
+    jobs = HERE.parent / "live" / "fresh_jobs.py"
+    found, report = verify("--fresh", "--job", f"{jobs}:{build}")
+    print(f"\nfresh {build}:", numbers(report))
+    assert found == code, [c for c in report["checks"] if c["verdict"] == "fail"]
+    assert report["candidate"]["device"] == "cuda"
+    verdict = next(c["verdict"] for c in report["checks"] if c["name"] == "fresh.bit_equal")
+    assert verdict == ("fail" if code else "pass")
 
 
 def test_gates_on_memory_and_speed_are_judged_by_what_the_gpu_reports(original: Path) -> None:

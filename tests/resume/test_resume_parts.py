@@ -621,3 +621,32 @@ def test_a_reference_that_says_nothing_of_the_optimizer_proves_nothing() -> None
     first = Check("step 1", "step1.loss", "pass", "")
     assert Report(Trace(), Trace(), "strict", [first]).word == "not comparable"
     assert Report(Trace(), Trace(), "strict", [first, Check("steps", "steps.loss", "pass", "")]).word == "pass"
+
+
+@pytest.mark.parametrize("built", ["train", "eval"])
+def test_the_probe_leaves_in_evaluation_mode_what_the_job_keeps_there(built: str, tmp_path: Path) -> None:
+    """As a frozen BatchNorm; a model that from_pretrained() made is in evaluation mode whole, and training begins with train()."""
+    from types import SimpleNamespace
+
+    import torch.distributed as dist
+
+    from ckpttool.resume.job.training import measure_probe
+
+    model = torch.nn.Sequential(torch.nn.Embedding(7, 4), torch.nn.BatchNorm1d(3), torch.nn.Linear(4, 7))
+    getattr(model, built)()
+    model[1].eval()
+    seen: list[bool] = []
+
+    def loss(m: torch.nn.Module, batch: dict[str, torch.Tensor]) -> tuple[None, None, torch.Tensor]:
+        seen.append(m.training or m[1].training)  # type: ignore[index]
+        return None, None, m(batch["input_ids"])
+
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        job: Any = SimpleNamespace(model=model, loss=loss)
+        rows = batches.wrap_user_data(lambda index: [1, 2, index])
+        measure_probe(job, rows, RunSettings(source="x", micro_batch=2), str(tmp_path / "probe.npy"), trace := Trace())
+    finally:
+        dist.destroy_process_group()
+    assert seen == [False] and trace.probe["agree"] is True
+    assert [model.training, model[0].training, model[1].training] == [True, True, built == "eval"]

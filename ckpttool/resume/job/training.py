@@ -67,11 +67,16 @@ def measure_probe(job: Job, rows: batches.Rows, settings: RunSettings, file: str
     import torch
     import torch.distributed as dist
 
+    modes = {m: m.training for m in job.model.modules()}
     job.model.eval()
     batch = _stack_rows(rows, 0, settings.micro_batch, _device(settings))
     with torch.no_grad():
         _, _, logits = job.loss(job.model, batch)
+    # training loops begin with train(), which a model of from_pretrained() needs; of one that is in that mode already,
+    # the modules that the job keeps in evaluation mode stay so
     job.model.train()
+    for module, training in modes.items() if modes[job.model] else ():
+        module.training = training
     if logits is None:
         out.probe = {"skipped": "the job gives no logits"}
         return
