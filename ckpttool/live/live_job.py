@@ -575,13 +575,30 @@ class LiveJob:
                     set_at(state, path, want)
         self._load_strays()
         if self._scheduler_state is not None:
-            self.scheduler.load_state_dict(self._scheduler_state)
+            self._load_scheduler(self._scheduler_state)
         if (text := next(filter(None, self._differences()), None)) is not None:
             raise Differs(
                 f"{self.opened.path} was loaded, but the job does not hold what is in the files: {text}. The job is "
                 "loaded in part now; do not train it. Look at the load_state_dict, the hooks and the set_extra_state "
                 "of its classes."
             )
+
+    def _load_scheduler(self, state: dict[str, Any]) -> None:
+        """Let the scheduler load its state.
+
+        Raises:
+            Differs: the scheduler raises an error, as one of another class does.
+        """
+        try:
+            self.scheduler.load_state_dict(state)
+        except Exception as e:
+            kind, own = type(self.scheduler).__name__, self.scheduler.state_dict()
+            raise Differs(
+                f"{self.opened.path} has the state of a scheduler that the job's {kind} does not load: "
+                f"{type(e).__name__}: {e}. The files have {', '.join(map(str, state))}; the job's has "
+                f"{', '.join(map(str, own))}. The job is loaded in part now; do not train it. Build the schedulers as "
+                "the trainer did, in its order."
+            ) from e
 
     def _load_strays(self) -> None:
         """Let modules load what torch's planner has not filled in place: extra states, and tensors of which a hook put

@@ -33,7 +33,7 @@ from torch.distributed.checkpoint.state_dict_loader import _load_state_dict_from
 
 import ckpttool
 from ckpttool.engine.opening import OpenCheckpoint
-from ckpttool.errors import CkpttoolError, Corrupt, SourceChanged, Unsafe, Unsupported
+from ckpttool.errors import CkpttoolError, Corrupt, Differs, SourceChanged, Unsafe, Unsupported
 from ckpttool.index import boxes
 from ckpttool.index.check import check
 from ckpttool.index.checkpoint import ITEMSIZE, Checkpoint, Chunks, TensorEntry, Value, joined
@@ -911,6 +911,22 @@ def test_options_that_json_made_lists_are_tuples_again(trained: Any) -> None:
     other, theirs = fresh(lr=7.0)
     ckpttool.load(other, theirs, path)
     assert [g["betas"] for g in theirs.param_groups] == [(0.8, 0.95)] * 2
+
+
+def test_a_scheduler_that_does_not_load_its_state_is_named_with_what_both_have(trained: Any) -> None:
+    tree = torch.load(trained[2], weights_only=False)
+    model, optimizer = fresh()
+    rates = torch.optim.lr_scheduler
+
+    def built(*kinds: Any) -> Any:
+        made = [k(optimizer, lambda n: 1.0) if k is rates.LambdaLR else k(optimizer, 10) for k in kinds]
+        return rates.SequentialLR(optimizer, made, [3])
+
+    tree["scheduler"] = built(rates.CosineAnnealingLR, rates.LambdaLR).state_dict()
+    torch.save(tree, trained[2])
+    said = "a scheduler that the job's SequentialLR does not load: KeyError: 'lr_lambdas'.*Build the schedulers as the trainer did"
+    with pytest.raises(Differs, match=said):
+        ckpttool.load(model, optimizer, trained[2], scheduler=built(rates.LambdaLR, rates.CosineAnnealingLR))
 
 
 def one_group(m: Small) -> Any:

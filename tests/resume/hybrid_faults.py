@@ -334,7 +334,7 @@ FAULTS: dict[str, Fault] = {
 #: Faults whose first cause is not the right one, or none, as the test of the table counts.
 NOT_EXPLAINED = {
     "dt_bias after softplus": "the formula is not known",
-    "scheduler: inner states exchanged": "torch's scheduler raises a KeyError, which is all that is said",
+    "scheduler: inner states exchanged": "torch's scheduler raises a KeyError; the scheduler and the keys of both are named, not the exchange",
     "job: dropout 0.1 of the embeddings": "dropout is switched off in every run, which the report lists as not verified",
 }
 
