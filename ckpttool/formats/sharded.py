@@ -187,6 +187,10 @@ def _read_dtensor(x: Opaque, read_at: ReadAt, what: str) -> Shards:
         )
     if not isinstance(tensor, StoredTensor):
         raise ValueError("no local tensor")
+    # what torch shows as its dtype and shape: arguments 1 and 2 of torch._utils._rebuild_wrapper_subclass
+    shown = (x.args[1].name, _checked_sizes(x.args[2]))
+    if shown != (tensor.dtype, shape):
+        raise ValueError(f"it shows {shown[0]} of shape {shown[1]}, and is {tensor.dtype} of shape {shape}")
     sizes, at, rank, world = _read_mesh(_attributes_of(spec["mesh"]), read_at, what)
     kinds = [
         (p.cls.name, f.get("dim"), f.get("split_factor", 1)) for p in spec["placements"] for f in [_attributes_of(p)]

@@ -17,7 +17,7 @@ import pytest
 from evil import rezipped
 
 import ckpttool
-from ckpttool.errors import CkpttoolError
+from ckpttool.errors import CkpttoolError, Corrupt
 
 FIXTURES = Path(__file__).parents[2] / "fixtures"
 VALUES: list[Any] = [None, True, -1, 2**70, 1.5, "x", [3], {"a": 1}]
@@ -100,3 +100,31 @@ def test_a_value_of_another_kind_is_read_or_refused(folder: str, tmp_path: Path)
                 raise AssertionError(f"{file.relative_to(copy)} with {what}: {type(e).__name__}: {e}") from e
         file.write_bytes(genuine)
     assert tried > 50 and 0 < refused < tried, (tried, refused)
+
+
+@pytest.mark.parametrize(
+    ("old", "new"), [(b"K\x83K\x24\x86", b"K\x83K\x05\x86"), (b"ctorch\nfloat32\n", b"ctorch\nfloat16\n")]
+)
+def test_a_dtensor_that_shows_another_shape_or_dtype_than_it_has_is_refused(
+    old: bytes, new: bytes, tmp_path: Path
+) -> None:
+    """torch shows the arguments of the wrapper, and joins what the spec inside says: two answers to one question."""
+    copy = tmp_path / "x"
+    shutil.copytree(FIXTURES / "trainers" / "verl_fsdp2_w3" / "ckpt", copy)
+    file = copy / "optim_world_size_3_rank_0.pt"
+
+    def spoil(records: dict[str, bytes]) -> None:
+        (name,) = (n for n in records if n.endswith("/data.pkl"))
+        wrapper = records[name].index(b"_rebuild_wrapper_subclass")
+        at = records[name].index(old, wrapper)  # its own arguments come first
+        records[name] = records[name][:at] + new + records[name][at + len(old) :]
+
+    file.write_bytes(rezipped(file.read_bytes(), spoil))
+    with (
+        pytest.raises(
+            Corrupt,
+            match=r"exp_avg.*it shows float(32 of shape \(131, 5\)|16 of shape .*), and is float32 of shape \(131, 36\)",
+        ),
+        ckpttool.open(copy) as ckpt,
+    ):
+        ckpt.locate()
