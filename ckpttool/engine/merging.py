@@ -22,12 +22,13 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
+from math import prod
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from .. import layouts
 from ..errors import Unsupported, UsageError, argument
 from ..extras import require_packages
-from ..huggingface import adapters, lora, model_files
+from ..huggingface import adapters, lora, lora_changes, model_files
 from ..index.checkpoint import ITEMSIZE, Checkpoint, Chunks, TensorEntry, tied_weights
 from ..index.draft import Dropped
 from ..printable import count_noun
@@ -42,6 +43,8 @@ if TYPE_CHECKING:
 __all__ = ["MergedCheckpoint", "open_merged"]
 
 _TORCH_BYTES = 256 << 20  # what importing torch takes
+#: As much of a stack of matrices is computed at once as this; PEFT multiplies all at once, with the same bits.
+_STACK_BYTES = 64 << 20
 #: Of a base model; others, such as int8, are those of a quantised one.
 _FLOATING = ("float64", "float32", "float16", "bfloat16")
 #: Modules that models tie to each other.
@@ -142,7 +145,7 @@ class _MergePlan(NamedTuple):
 
     named: dict[str, str]  # {name of a weight in the base model: in its checkpoint}
     chosen: dict[str, _Adapter]
-    changes: dict[str, lora.Change]
+    changes: dict[str, lora_changes.Change]
     notes: list[str]
     untied: list[str]  # tied weights of which one is changed and another one is not
 
@@ -225,7 +228,7 @@ def _plan_merge(base: OpenCheckpoint, theirs: OpenCheckpoint, request: MergeRequ
     given = theirs is not base
     named = _map_base_names(base, given)
     chosen = _choose_adapters(theirs, request, given)
-    changes = lora.plan_changes(
+    changes = lora_changes.plan_changes(
         {a: {n: t.shape for n, t in found.tensors.items()} for a, found in chosen.items()},
         {a: found.config for a, found in chosen.items()},
         {n: base.checkpoint.tensors[there].shape for n, there in named.items()},
@@ -249,7 +252,8 @@ def _plan_merge(base: OpenCheckpoint, theirs: OpenCheckpoint, request: MergeRequ
 
 
 def _index_merge(base: OpenCheckpoint, plan: _MergePlan, upcast: bool) -> _MergedFiles:
-    """Make the index of a merge: each weight that changes is a file of its own, which is computed when it is read.
+    """Make the index of a merge: each weight that changes is a file of its own, which is computed when it is read; of a
+    large stack of matrices, a few at a time are.
 
     Args:
         upcast: whether fp16 and bf16 tensors of the adapter are taken to fp32 first.
@@ -259,7 +263,7 @@ def _index_merge(base: OpenCheckpoint, plan: _MergePlan, upcast: bool) -> _Merge
     """
     old = base.checkpoint
     merged = _MergedFiles({}, [*old.files], [*old.sizes], {}, {})
-    first: dict[lora.Change, dict[tuple[Any, ...], int]] = {}  # tied weights share a file
+    made: dict[lora_changes.Change, dict[tuple[Any, ...], Chunks]] = {}  # tied weights share a file
     for name, there in plan.named.items():
         entry, change = old.tensors[there], plan.changes.get(name)
         if change is None:
@@ -272,23 +276,35 @@ def _index_merge(base: OpenCheckpoint, plan: _MergePlan, upcast: bool) -> _Merge
                 "weights. Give the base model in bf16 or fp32."
             )
         place = (entry.dtype, entry.shape, tuple(entry.chunks[:]))
-        at = first.setdefault(change, {}).get(place)
-        if at is None:
-            at = first[change][place] = len(merged.names)
-            file = f"(merged) {name}"
-            merged.names.append(file)
-            merged.sizes.append(entry.nbytes)
-            merged.made[file] = (entry.nbytes, _make_computation(base, there, change, plan.chosen, upcast=upcast))
-        chunks = Chunks.whole(entry.shape, at, 0, entry.nbytes)
+        chunks = made.setdefault(change, {}).get(place)
+        if chunks is None:
+            chunks = made[change][place] = Chunks(len(entry.shape))
+            for part in _cut_stack(entry, change):
+                file = f"(merged) {name}" + ("" if len(part) == change.stacked else f"[{part.start}:{part.stop}]")
+                shape = (len(part), *entry.shape[1:]) if change.stacked > 1 else entry.shape
+                size = prod(shape) * ITEMSIZE[entry.dtype]
+                chunks.add((part.start, *(0 for _ in shape[1:])) if shape else (), shape, len(merged.names), 0, size)
+                merged.names.append(file)
+                merged.sizes.append(size)
+                merged.made[file] = (size, _make_computation(base, there, change, plan.chosen, part, upcast=upcast))
         merged.tensors[f"model.{name}"] = TensorEntry(entry.dtype, entry.shape, ("model", name), chunks)
     return merged
 
 
-def _estimate_working_bytes(entry: TensorEntry, change: lora.Change) -> int:
+def _cut_stack(entry: TensorEntry, change: lora_changes.Change) -> list[range]:
+    """Return the matrices of a stack that are computed together, which take less than `_STACK_BYTES`, or are one; a
+    range of the one weight where it is no stack."""
+    step = max(1, _STACK_BYTES * change.stacked // max(1, entry.nbytes))
+    return [range(i, min(i + step, change.stacked)) for i in range(0, change.stacked, step)]
+
+
+def _estimate_working_bytes(entry: TensorEntry, change: lora_changes.Change) -> int:
     """Estimate the most bytes of memory that one merged weight takes: itself, the product of the matrices in fp32 and
-    its rounded copy; for DoRA the sum as well, once for the norm and once for the result."""
-    item = ITEMSIZE[entry.dtype]
-    return entry.numel * (2 * item + max(4, item) * (4 if any(u.magnitude for u in change.updates) else 1))
+    its rounded copy; for DoRA the sum as well, once for the norm and once for the result. Of a stack, what is computed
+    together counts."""
+    item, several = ITEMSIZE[entry.dtype], len(_cut_stack(entry, change)[0])
+    dora = any(u.magnitude for u in change.updates)
+    return entry.numel * several // change.stacked * (2 * item + max(4, item) * (4 if dora else 1))
 
 
 def _map_base_names(base: OpenCheckpoint, given: bool) -> dict[str, str]:
@@ -398,8 +414,8 @@ def _map_stored_names(ckpt: Checkpoint, found: Mapping[str, TensorEntry]) -> dic
 
 
 def _add_tied_weights(
-    named: Mapping[str, str], tied: list[list[str]], plan: dict[str, lora.Change]
-) -> dict[str, lora.Change]:
+    named: Mapping[str, str], tied: list[list[str]], plan: dict[str, lora_changes.Change]
+) -> dict[str, lora_changes.Change]:
     """Return a plan of changes with those of tied weights. They are one parameter in PEFT's model: what changes one of
     them in place changes all, in the order of the model.
 
@@ -409,12 +425,18 @@ def _add_tied_weights(
         plan: {name of a weight: its change}.
 
     Raises:
-        Unsupported: two tied weights have an adapter each, one with DoRA.
+        Unsupported: two tied weights have an adapter each, one with DoRA, or one with trained tokens.
     """
     out = dict(plan)
     for names in tied:
         here = [plan[n] for n in names if n in plan and not plan[n].is_copy]
         updates = tuple(u for change in here for u in change.updates)
+        rows = tuple(dict.fromkeys(r for change in here for r in change.rows))
+        if updates and rows:
+            raise Unsupported(
+                f'"{names[0]}" and "{names[1]}" are tied; one has trained tokens and the other one LoRA. Merge it with '
+                "PEFT."
+            )
         if len(updates) > 1 and any(u.magnitude for u in updates):
             raise Unsupported(
                 f'"{names[0]}" and "{names[1]}" are tied, and both have an adapter with DoRA. Merge it with PEFT.'
@@ -422,11 +444,11 @@ def _add_tied_weights(
         starts = [change.start for change in here if change.start is not None]
         for n in names if here else ():
             if n not in plan or not plan[n].is_copy:
-                out[n] = lora.Change(starts[-1] if starts else None, updates)
+                out[n] = lora_changes.Change(starts[-1] if starts else None, updates, rows=rows)
     return {n: out[n] for n in named if n in out}
 
 
-def _is_one_copy(rows: list[lora.Change | None], chosen: Mapping[str, _Adapter]) -> bool:
+def _is_one_copy(rows: list[lora_changes.Change | None], chosen: Mapping[str, _Adapter]) -> bool:
     """Tell whether an adapter replaces all of some tied tensors by one copy, which PEFT ties again
     (ensure_weight_tying).
 
@@ -444,7 +466,7 @@ def _is_one_copy(rows: list[lora.Change | None], chosen: Mapping[str, _Adapter])
 
 
 def _find_tied_groups(
-    base: OpenCheckpoint, named: Mapping[str, str], plan: Mapping[str, lora.Change], config: str | None
+    base: OpenCheckpoint, named: Mapping[str, str], plan: Mapping[str, lora_changes.Change], config: str | None
 ) -> list[list[str]]:
     """Find names of the base model that are one parameter, list by list: those that share bytes of a file, and
     embeddings with equal bytes, unless config.json says that they are not tied.
@@ -501,7 +523,7 @@ def _find_tied_groups(
     return [*groups.values(), *equal]
 
 
-def _describe_merge(chosen: Mapping[str, _Adapter], plan: Mapping[str, lora.Change]) -> list[str]:
+def _describe_merge(chosen: Mapping[str, _Adapter], plan: Mapping[str, lora_changes.Change]) -> list[str]:
     """Return sentences on what a merge does: the scaling above all.
 
     Args:
@@ -514,7 +536,7 @@ def _describe_merge(chosen: Mapping[str, _Adapter], plan: Mapping[str, lora.Chan
         root = "sqrt(r)" if config.get("use_rslora") else "r"
         alpha = update.scaling * (update.rank**0.5 if config.get("use_rslora") else update.rank)
         text = f"scaling {update.scaling:.6g} = alpha {alpha:.6g} / {root}, r {update.rank}" + (
-            ", DoRA" if update.magnitude else ""
+            ", DoRA" if update.magnitude else f", stacks of {update.stacked}" if update.stacked > 1 else ""
         )
         by_factor[text] = by_factor.get(text, 0) + 1
     out = [f"merged {count_noun(n, 'module')} with {text}" for text, n in by_factor.items()]
@@ -523,6 +545,7 @@ def _describe_merge(chosen: Mapping[str, _Adapter], plan: Mapping[str, lora.Chan
         out.append(
             f'{many} taken from the adapter as a whole (modules_to_save, biases, embeddings), first "{replaced[0]}"'
         )
+    out += [f'{count_noun(len(r.indices), "row")} of "{n}" are trained tokens' for n, c in plan.items() for r in c.rows]
     if biases := [n for n, c in plan.items() if c.biases]:
         out.append(f'{len(biases)} bias{"es are" if len(biases) > 1 else " is"} merged, first "{biases[0]}"')
     return out
@@ -555,15 +578,23 @@ def _list_left_behind(
 
 
 def _make_computation(
-    base: OpenCheckpoint, name: str, change: lora.Change, chosen: Mapping[str, _Adapter], *, upcast: bool
+    base: OpenCheckpoint,
+    name: str,
+    change: lora_changes.Change,
+    chosen: Mapping[str, _Adapter],
+    part: range,
+    *,
+    upcast: bool,
 ) -> Callable[[], memoryview]:
     """Return a function that computes one merged weight when it is called: its bytes, row-major.
 
     Args:
         name: the weight's name in the base checkpoint.
         chosen: {name: adapter}.
+        part: the matrices to compute, where it is a stack.
         upcast: whether fp16, bf16 and float8 tensors of the adapter are taken to fp32 first.
     """
+    index: Any = slice(part.start, part.stop) if len(part) < change.stacked else ...
 
     def of_adapter(adapter: str, tensor: str) -> torch.Tensor:
         """Read the tensor that PEFT saves under this name, of the adapter of that name; in fp32, where `upcast` asks
@@ -581,20 +612,21 @@ def _make_computation(
 
         with torch.no_grad():
             if change.start is None:
-                weight = base[name].torch()
+                weight = base[name].torch(index)
             else:
                 found = chosen[change.start[0]]
-                weight = found.opened[found.stored[change.start[1]]].torch()
+                weight = found.opened[found.stored[change.start[1]]].torch(index)
                 weight = weight.to(getattr(torch, base.checkpoint.tensors[name].dtype))
+            for rows in change.rows:
+                new = of_adapter(rows.adapter, rows.name).to(weight.dtype)
+                weight = weight.index_copy(0, torch.tensor(rows.indices, dtype=torch.int64), new)
             for update in change.updates:
+                a, b = (of_adapter(update.adapter, n) for n in (update.a, update.b))
+                if update.kind == "parameter":
+                    weight += _multiply_stack(a, b, update, part).to(weight.dtype)
+                    continue
                 magnitude = None if update.magnitude is None else of_adapter(update.adapter, update.magnitude)
-                weight = _apply_lora(
-                    weight,
-                    of_adapter(update.adapter, update.a),
-                    of_adapter(update.adapter, update.b),
-                    magnitude,
-                    update,
-                )
+                weight = _apply_lora(weight, a, b, magnitude, update)
             for adapter, bias, factor in change.biases:
                 weight += of_adapter(adapter, bias) * factor
             return memoryview(weight.contiguous().reshape(-1).view(torch.uint8).numpy().data)
@@ -602,33 +634,67 @@ def _make_computation(
     return make
 
 
+def _multiply_stack(a: torch.Tensor, b: torch.Tensor, update: lora_changes.Update, part: range) -> torch.Tensor:
+    """Return scaling * B @ A of the matrices `part` of a stack, in the dtype of A and B; of a single matrix, as of a
+    linear layer."""
+    import torch
+
+    if update.stacked == 1:
+        return _multiply(a, b, update)
+    mine = slice(part.start, part.stop)
+    a, b = a.reshape(update.stacked, -1, a.shape[-1])[mine], b.reshape(b.shape[0], -1, update.stacked)[..., mine]
+    product = torch.einsum("o r e, e r i -> e i o" if update.transposed else "o r e, e r i -> e o i", b, a)
+    return product * update.scaling
+
+
+def _multiply(a: torch.Tensor, b: torch.Tensor, update: lora_changes.Update) -> torch.Tensor:
+    """Return scaling * B @ A in the dtype of the adapter, laid out as the weight; fp16 and bf16 are multiplied in
+    fp32."""
+    import torch
+
+    dtype = (b if update.kind in ("linear", "parameter") else a).dtype
+    half = dtype in (torch.float16, torch.bfloat16)
+    if half:
+        a, b = a.float(), b.float()
+    if update.kind != "convolution":
+        product = b @ a
+    elif a.shape[2:] == (1, 1):
+        product = (b[:, :, 0, 0] @ a[:, :, 0, 0])[..., None, None]
+    else:
+        convolve = (torch.conv1d, torch.conv2d, torch.conv3d)[a.ndim - 3]
+        product = convolve(a.transpose(0, 1), b).transpose(0, 1)
+    delta = (product.T if update.transposed else product).mul_(update.scaling)
+    return delta.to(dtype) if half else delta
+
+
 def _apply_lora(
-    weight: torch.Tensor, a: torch.Tensor, b: torch.Tensor, magnitude: torch.Tensor | None, update: lora.Update
+    weight: torch.Tensor,
+    a: torch.Tensor,
+    b: torch.Tensor,
+    magnitude: torch.Tensor | None,
+    update: lora_changes.Update,
 ) -> torch.Tensor:
     """Return a weight with one LoRA merged; the operations, their order and their dtypes are PEFT's. `weight` may be
     changed in place.
 
     Args:
-        a, b: the two matrices of the LoRA.
+        a, b: the two matrices of the LoRA, or kernels.
         magnitude: of DoRA; None for a plain LoRA.
     """
     import torch
 
-    dtype = (a if update.embedding else b).dtype
-    half = dtype in (torch.float16, torch.bfloat16)
-    product = b.float() @ a.float() if half else b @ a
-    delta = (product.T if update.transposed else product).mul_(update.scaling)
-    del product
-    if half:
-        delta = delta.to(dtype)
+    delta = _multiply(a, b, update)
     if magnitude is None:
-        weight += delta.to(weight.dtype) if update.embedding else delta
+        weight += delta.to(weight.dtype) if update.kind == "embedding" else delta
         return weight
-    # DoRA: the norm of every row of what the linear layer multiplies with
+    # DoRA: the norm of every row of what the layer multiplies with
     rows = (weight.T + delta.T) if update.transposed else (weight + delta)
-    norm = torch.linalg.norm(rows, dim=1).to(rows.dtype)
+    if update.kind == "convolution":
+        norm = rows.norm(p=2, dim=tuple(range(1, rows.ndim)), keepdim=True).transpose(1, 0)
+    else:
+        norm = torch.linalg.norm(rows, dim=1).to(rows.dtype)
     del rows
     factor = magnitude / norm
-    shaped = factor.view(1, -1) if update.transposed else factor.view(-1, 1)
+    shaped = factor.view(1, -1) if update.transposed else factor.view(-1, *(1 for _ in weight.shape[1:]))
     out: torch.Tensor = shaped * (weight + delta)
     return out.to(weight.dtype)

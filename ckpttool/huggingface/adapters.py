@@ -31,10 +31,16 @@ _METHODS = {
     "LOKR": ("lokr_", r"w[12](_[ab])?|t2"),
     "IA3": ("ia3_", r"l"),
     "HRA": ("hra_", r"u"),
+    "TRAINABLE_TOKENS": ("trainable_tokens_", r"delta"),
 }
 _MODULES = ("lora_A", "lora_B")  # a module for each adapter; the others have a parameter for each
 _EMBEDDINGS = ("embed_tokens", "lm_head")
+#: Ends of the names of output layers, which models tie to their embedding.
+_HEADS = ("lm_head", "embed_out", "output", "output_projection", "decoder", "proj_out")
 _ROOT = "base_model.model."
+_TOKENS = ".token_adapter.trainable_tokens_delta"
+#: A parameter or buffer of the base model inside a layer of PEFT.
+_WRAPPED = re.compile(r"\.base_layer\.(?!lora_|bias$)[^.]+$")
 
 
 def keep_adapter_only(ckpt: Checkpoint, config: dict[str, Any], wanted: str | None = None) -> Checkpoint:
@@ -57,26 +63,17 @@ def keep_adapter_only(ckpt: Checkpoint, config: dict[str, Any], wanted: str | No
         )
     prefix, ends = _METHODS[kind]
     known = re.compile(f"{prefix}({ends})")
-    if config.get("trainable_token_indices"):
-        raise Unsupported(
-            "the adapter has trainable_token_indices, and the files do not show how those are tied. Save it with "
-            "PEFT's save_pretrained."
-        )
     # which adapter, and which tensors are saved with it
     ckpt = adapter_as_model(ckpt)
     names = [joined(t.path[1:]) for t in ckpt.tensors.values() if t.path[0] == "model"]
-    if rows := [n for n in names if "token_adapter" in n.split(".")]:
-        raise Unsupported(
-            f'"{rows[0]}": some rows of an embedding are trained (trainable_token_indices), and the files do not show '
-            "how those are tied. Save it with PEFT's save_pretrained."
-        )
     adapter = _choose_adapter(names, prefix, known, wanted)
-    wrapped = any(n.endswith(".base_layer.weight") and not _is_adapted_embedding(n) for n in names)
+    wrapped = any(_WRAPPED.search(n) and not _is_adapted_embedding(n) for n in names)
     if adapter is None and not wrapped:  # what get_peft_model_state_dict gave: nothing but the adapter, as it is saved
         saved = {n: n for n in names}
     else:
         saved = {n: s for n in names if (s := _saved_name(n, prefix, adapter)) is not None}
         saved |= {n: n for n in _base_tensors_saved_with(names, saved, config, prefix)}
+        saved = _without_tied_tokens(saved, config, ckpt)
     for name in saved:
         own = _split_name(name, prefix)
         if own is not None and not known.fullmatch(own[0][-1]):
@@ -169,8 +166,8 @@ def base_names(names: Mapping[str, str]) -> dict[str, str]:
             )
     for name, stored in names.items():
         parts = name.removeprefix(_ROOT).split(".")
-        if "modules_to_save" not in parts and not any(p.startswith("lora_") for p in parts):
-            out[".".join(p for p in parts if p not in ("base_layer", "original_module"))] = stored
+        if "modules_to_save" not in parts and not any(p.startswith(("lora_", "trainable_tokens_")) for p in parts):
+            out[".".join(p for p in parts if p not in ("base_layer", "original_module", "token_adapter"))] = stored
     return out
 
 
@@ -241,8 +238,27 @@ def _saved_name(name: str, prefix: str, adapter: str | None) -> str | None:
             rest = []  # a module by now, a parameter in files
         return ".".join([*front, *rest])
     own = r"[^.]+" if adapter is None else re.escape(adapter)
+    if (m := re.fullmatch(rf"(.*{re.escape(_TOKENS)})\.{own}", name)) is not None:
+        return m[1]
     m = re.fullmatch(rf"(.*?)\.modules_to_save\.{own}\.(.*)", name)
     return f"{m[1]}.{m[2]}" if m else None
+
+
+def _without_tied_tokens(saved: dict[str, str], config: dict[str, Any], ckpt: Checkpoint) -> dict[str, str]:
+    """Return `saved`, {name: name in the file}, without the trained tokens of modules that are tied to the embedding: a
+    model has the same rows under the names of both, and PEFT saves those of the embedding.
+
+    A module that trainable_token_indices names is kept, unless it has the same rows of the same weight as another.
+    """
+    rows = {n: s.removesuffix(_TOKENS) for n, s in saved.items() if s.endswith(_TOKENS)}
+    said: Any = config.get("trainable_token_indices")
+    first = sorted(rows, key=lambda n: (rows[n].endswith(_HEADS), rows[n].count(".")))  # the embedding
+    kept: dict[Any, str] = dict.fromkeys([None], first[0]) if rows and not isinstance(said, dict) else {}
+    for n in first if isinstance(said, dict) else ():
+        weight = ckpt.tensors.get(f"model.{rows[n]}.token_adapter.base_layer.weight", ckpt.tensors[f"model.{n}"])
+        for indices in [v for k, v in said.items() if rows[n].endswith(k)][:1]:
+            kept.setdefault((str(indices), tuple(weight.chunks)), n)
+    return {n: s for n, s in saved.items() if n not in rows or n in kept.values()}
 
 
 def _base_tensors_saved_with(names: list[str], saved: dict[str, str], config: dict[str, Any], prefix: str) -> list[str]:
@@ -262,6 +278,8 @@ def _base_tensors_saved_with(names: list[str], saved: dict[str, str], config: di
     elif str(config.get("bias", "none")) != "none":  # "lora_only": of the layers that have an adapter
         layers = {n.rpartition(f".{prefix}")[0] for n in saved if f".{prefix}" in n}
         out += [n for n in (f"{k}.base_layer.bias" for k in sorted(layers)) if n in there]
+    if config.get("trainable_token_indices") is not None or config.get("peft_type") == "TRAINABLE_TOKENS":
+        return out
     targets = config.get("target_modules") or ()
     if targets != "all-linear" if isinstance(targets, str) else {*_EMBEDDINGS} & {*map(str, targets)}:
         out += [n for n in names if _is_adapted_embedding(n)]

@@ -59,7 +59,36 @@ def gpt2(dtype: torch.dtype) -> Any:
     return GPT2LMHeadModel(GPT2Config(vocab_size=131, n_embd=36, n_layer=2, n_head=4, n_positions=32)).to(dtype)
 
 
+def mixtral(dtype: torch.dtype) -> Any:
+    from transformers import MixtralConfig, MixtralForCausalLM
+
+    torch.manual_seed(0)
+    return MixtralForCausalLM(MixtralConfig(
+        vocab_size=131, hidden_size=36, intermediate_size=50, num_hidden_layers=2, num_attention_heads=4, head_dim=10,
+        num_key_value_heads=2, num_local_experts=3, num_experts_per_tok=2, max_position_embeddings=32,
+    )).to(dtype)  # fmt: skip
+
+
+def gpt_oss(dtype: torch.dtype) -> Any:
+    """Stacks that are (experts, in, out); those of down_proj are square."""
+    from transformers import GptOssConfig, GptOssForCausalLM
+
+    torch.manual_seed(0)
+    return GptOssForCausalLM(GptOssConfig(
+        vocab_size=131, hidden_size=36, intermediate_size=36, num_hidden_layers=2, num_attention_heads=4, head_dim=10,
+        num_key_value_heads=2, num_local_experts=5, num_experts_per_tok=2, max_position_embeddings=64,
+    )).to(dtype)  # fmt: skip
+
+
+def one_expert(dtype: torch.dtype) -> Any:
+    model = mixtral(dtype)
+    return type(model)(
+        type(model.config)(**{**model.config.to_dict(), "num_local_experts": 1, "num_experts_per_tok": 1})
+    ).to(dtype)
+
+
 QV = ["q_proj", "v_proj"]
+EXPERTS = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
 CASES: dict[str, tuple[Callable[[torch.dtype], Any], dict[str, Any]]] = {
     "plain": (llama, {"target_modules": QV}),
     "patterns": (llama, {
@@ -79,6 +108,20 @@ CASES: dict[str, tuple[Callable[[torch.dtype], Any], dict[str, Any]]] = {
     "conv1d": (gpt2, {"target_modules": ["c_attn", "c_proj", "c_fc"]}),
     "conv1d, square": (gpt2, {"target_modules": r".*attn\.c_proj", "fan_in_fan_out": True}),
     "conv1d and linear": (gpt2, {"target_modules": ["c_attn", "c_proj", "lm_head"]}),
+    "experts": (mixtral, {"target_modules": ["q_proj"], "target_parameters": [*EXPERTS, "gate.weight"]}),
+    "experts, rank 1": (mixtral, {"r": 1, "target_modules": [], "target_parameters": ["down_proj"]}),
+    "experts, patterns": (mixtral, {
+        "target_modules": QV, "target_parameters": EXPERTS, "modules_to_save": ["lm_head"], "use_rslora": True,
+        "rank_pattern": {r".*\.gate_up_proj": 4}, "alpha_pattern": {r"layers\.1\..*down_proj": 5},
+    }),
+    "experts, transposed": (gpt_oss, {"target_modules": ["q_proj"], "target_parameters": EXPERTS}),
+    "experts, one of them": (one_expert, {"target_modules": [], "target_parameters": EXPERTS}),
+    "parameters of linear layers": (llama, {"target_modules": ["v_proj"], "target_parameters": ["q_proj.weight"]}),
+    "tokens": (llama, {"target_modules": QV, "trainable_token_indices": [130, 0, 7], "modules_to_save": ["norm"]}),
+    "tokens of two": (llama, {"target_modules": QV, "trainable_token_indices": {"embed_tokens": [3], "lm_head": [9, 4]}}),
+    "tokens, tied": (tied_llama, {"target_modules": QV, "trainable_token_indices": [5, 2]}),
+    "tokens, tied, two lists": (tied_llama, {
+        "target_modules": QV, "trainable_token_indices": {"embed_tokens": [3], "lm_head": [9, 4]}}),
     "conv1d, dora": (gpt2, {"target_modules": ["c_attn", "c_proj", "wte"], "use_dora": True}),
 }  # fmt: skip
 
@@ -93,7 +136,12 @@ def adapted(peft: Any, at: Path, make: Callable[[torch.dtype], Any], dtype: torc
     for name in names[1:]:
         model.add_adapter(name, copy.deepcopy(config), autocast_adapter_dtype=autocast)
     for n, p in model.named_parameters():
-        if "lora_" in n or "modules_to_save" in n or (n.endswith("bias") and how.get("bias")):
+        if (
+            "lora_" in n
+            or "modules_to_save" in n
+            or "trainable_tokens_" in n
+            or (n.endswith("bias") and how.get("bias"))
+        ):
             torch.nn.init.normal_(p, std=0.3)
     model.save_pretrained(at / "adapter")
     return model
@@ -278,8 +326,6 @@ def refused(at: Path, text: str, error: type[CkpttoolError] = Unsupported, **how
     [
         ({"peft_type": "IA3"}, "describes a 'IA3' adapter; ckpttool merges only LORA"),
         ({"peft_type": "LOHA"}, "describes a 'LOHA' adapter"),
-        ({"trainable_token_indices": [1]}, "has trainable_token_indices"),
-        ({"target_parameters": ["experts.gate_up_proj"]}, "has target_parameters"),
         ({"layer_replication": [[0, 1]]}, "has layer_replication"),
         ({"alora_invocation_tokens": [3]}, "aLoRA"),
         ({"use_qalora": True}, "has use_qalora"),
@@ -306,6 +352,11 @@ def test_what_cannot_be_merged_exactly_is_refused_by_its_name(
         ({"alpha_pattern": [4]}, "alpha_pattern in adapter_config.json is not an object"),
         ({"rank_pattern": {"[": 8}}, "is not a pattern"),
         ({"use_dora": True}, "use_dora=True.*has no lora_magnitude_vector"),
+        ({"trainable_token_indices": [1]}, "has trainable_token_indices, and no tensor"),
+        (
+            {"target_parameters": ["norm.weight"]},
+            'LoRA for 0 parameters of "model.norm", and target_parameters names 1',
+        ),
     ],
 )
 def test_an_adapter_config_that_is_of_another_adapter_is_found_out(
@@ -335,7 +386,7 @@ def test_tensors_that_do_not_fit_the_base_model_are_refused(tmp_path: Path) -> N
         Unsupported,
         lambda t: t.update({a.replace("_A", "_new"): torch.ones(1)}),
     )
-    case("tokens", "trainable_token_indices", Unsupported,
+    case("tokens", 'belongs to "embed.weight", which the base model does not have', Unsupported,
          lambda t: t.update({"base_model.model.embed.token_adapter.trainable_tokens_delta": torch.ones(1, 4)}))  # fmt: skip
     case("other", 'which the base model does not have; its first tensor is "model', Unsupported,
          lambda t: t.update({"base_model.model.lm_head.weight": torch.ones(4, 4)}))  # fmt: skip

@@ -27,6 +27,7 @@ _FIELDS = (
     "target_modules",
     "exclude_modules",
     "target_parameters",
+    "trainable_token_indices",
     "rank_pattern",
     "alpha_pattern",
     "use_rslora",
