@@ -33,6 +33,9 @@ class HfOptions:
     base_model: str | None = option(
         None, "With --lora-alpha: path or id of the base model, for adapter_config.json.", metavar="MODEL"
     )
+    split_experts: bool = option(
+        False, "Write the LoRA of stacked experts as that of each expert, as the Hub names them; needs --config."
+    )
     include_optimizer: bool = option(False, "Write the optimizer and all other state, too.")
     strip_prefix: str | None = option(
         None, "Prefix to remove from the names of weights; names without it stay as they are.", metavar="PREFIX"
@@ -64,6 +67,7 @@ class HfOptions:
             "adapter_name": self.adapter_name,
             "adapter_config": self.adapter_config,
             "lora_alpha": self.lora_alpha,
+            "split_experts": self.split_experts or None,
         }
         for name, value in of_adapter.items():
             if value is not None and not self.adapter:

@@ -31,6 +31,7 @@ def adapter_extract(
     lora_alpha: float | None = None,
     rslora: bool = False,
     base_model: str | None = None,
+    split_experts: bool = False,
     strip_prefix: str | None = None,
     **keywords: Unpack[ExtractKeywords],
 ) -> ConvertResult:
@@ -47,12 +48,14 @@ def adapter_extract(
             shapes.
         rslora: with `lora_alpha`: use_rslora of the LoraConfig.
         base_model: with `lora_alpha`: base_model_name_or_path of adapter_config.json.
+        split_experts: write the LoRA of stacked experts (target_parameters) as that of each expert, under the names of
+            the Hub, as vLLM and SGLang load it; `config` is then that of the base model.
         strip_prefix: modules that names of weights begin with, to leave out ("net.").
         dtype: floating-point dtype of the adapter; that of the source where None. (the others): as `convert`.
 
     Raises:
         Unsupported: there is no adapter, no adapter_config.json and no `lora_alpha`, or a kind whose names are not
-            known.
+            known; or with `split_experts` nothing can be split.
     """
     config = keywords.get("config")
     if config is not None and os.path.isdir(config) and not os.path.exists(os.path.join(config, "config.json")):
@@ -66,6 +69,7 @@ def adapter_extract(
         lora_alpha=lora_alpha,
         rslora=rslora,
         base_model=base_model,
+        split_experts=split_experts,
         strip_prefix=strip_prefix,
     )
     reading, writing, running = split_keywords(keywords)
@@ -104,7 +108,7 @@ def adapter_merge(
             `convert`; `source_layout` to `wrap` are about `src`.
 
     Raises:
-        Unsupported: what cannot be merged exactly, by its name (IA3, LoHa, trained tokens, convolutions); or state of
+        Unsupported: what cannot be merged exactly, by its name (IA3, LoHa, groups of a convolution); or state of
             the training would be left out, and neither `drop` nor `only` is set.
         Corrupt: adapter and base model do not fit. MissingPackage: torch is not installed.
     """

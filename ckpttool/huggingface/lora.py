@@ -34,6 +34,7 @@ __all__ = [
     "find_lora_in_shapes",
     "group_by_wrapper",
     "make_config",
+    "pattern_value",
     "refuse_unmergeable",
     "scaling",
 ]
@@ -263,8 +264,8 @@ def scaling(config: Config, module: str, rank: int) -> float:
         Corrupt: the file has another rank than its matrices, or no alpha, or a damaged pattern.
         Unsupported: a pattern could take forever.
     """
-    r = _pattern_value(config, "rank_pattern", module, config.get("r"))
-    alpha = _pattern_value(config, "alpha_pattern", module, config.get("lora_alpha"))
+    r = pattern_value(config, "rank_pattern", module, config.get("r"))
+    alpha = pattern_value(config, "alpha_pattern", module, config.get("lora_alpha"))
     if type(alpha) not in (int, float) or not math.isfinite(alpha):
         raise Corrupt(
             f"adapter_config.json has no number as lora_alpha, but {str(alpha)[:40]!r}. It does not belong to this "
@@ -278,7 +279,7 @@ def scaling(config: Config, module: str, rank: int) -> float:
     return float(alpha / math.sqrt(rank) if config.get("use_rslora") else alpha / rank)
 
 
-def _pattern_value(config: Config, field: str, module: str, usual: Any) -> Any:
+def pattern_value(config: Config, field: str, module: str, usual: Any) -> Any:
     """Return the value of the first pattern that matches the module to its end.
 
     Args:

@@ -6,7 +6,8 @@ from dataclasses import replace
 from typing import Any
 
 from ckpttool.errors import Unsupported, UsageError, argument
-from ckpttool.huggingface import lora, model_files
+from ckpttool.huggingface import hub_names, lora, model_files
+from ckpttool.huggingface.split_experts import split_config
 from ckpttool.index.checkpoint import Checkpoint, TensorEntry, joined
 from ckpttool.index.draft import Draft, DraftFile
 from ckpttool.layouts import WriteOptions
@@ -15,7 +16,7 @@ from ckpttool.storage.source import Source
 from ..options import HfOptions
 from .shards import draft_shard, refuse_dtypes
 
-__all__ = ["ADAPTER", "adapter_config", "refuse_adapter", "write_adapter"]
+__all__ = ["ADAPTER", "adapter_config", "base_relation", "refuse_adapter", "write_adapter"]
 
 _ADAPTER_CONFIG = model_files.ADAPTER_CONFIG
 ADAPTER = "adapter_model.safetensors"
@@ -39,6 +40,8 @@ def adapter_config(
     name = own.adapter_name
     given, asked = (own.adapter_config, "adapter_config") if own.adapter_config else (options.config, "config")
     found = model_files.find_adapter_files(source, given, notes, name, one_of_several=one_of_several)
+    if found is None and own.split_experts and asked == "config":  # the folder of the base model, which has none
+        found = model_files.find_adapter_files(source, None, notes, name, one_of_several=one_of_several)
     if own.lora_alpha is None:
         if found is None:
             raise model_files.missing_adapter_config(given, asked)
@@ -52,6 +55,21 @@ def adapter_config(
     return None
 
 
+def base_relation(source: Source, options: WriteOptions) -> hub_names.Relation:
+    """Return how the names of the base model in memory and on the Hub differ, by its config.json.
+
+    Raises:
+        Unsupported: there is none, or transformers does not know the architecture. MissingPackage: transformers.
+    """
+    config = model_files.find_model_files(source, options.config, [])[0]
+    if config is None:
+        raise Unsupported(
+            f"{argument('split_experts', True, 'HfOptions')} needs the config.json of the base model, which tells how "
+            f"the Hub names its experts. Give {argument('config')} its folder or id."
+        )
+    return hub_names.relate(config, None)
+
+
 def write_adapter(ckpt: Checkpoint, source: Source, options: WriteOptions) -> Draft:
     """Draft a folder that PEFT loads, of a checkpoint that holds an adapter and nothing else
     (adapters.keep_adapter_only).
@@ -61,16 +79,17 @@ def write_adapter(ckpt: Checkpoint, source: Source, options: WriteOptions) -> Dr
         UsageError: there are both.
     """
     notes: list[str] = []
+    own = options.of(HfOptions)
     stored = {joined(t.path[1:]): t for t in ckpt.tensors.values()}
+    config = adapter_config(source, options, notes)
+    extra = {} if config is None else config[1]
+    if own.split_experts and config is not None:
+        extra[_ADAPTER_CONFIG] = lora.encode_config(split_config(config[0], stored, base_relation(source, options)))
     model = {k: replace(t, dtype=options.cast("model." + k, t.dtype)) for k, t in stored.items()}
     refuse_dtypes(model)
     tensors: dict[str, TensorEntry] = {}
     files = [draft_shard(ADAPTER, 0, list(model), model, tensors)]
-    config = adapter_config(source, options, notes)
-    if config is not None:
-        extra = config[1]
-    else:
-        own = options.of(HfOptions)
+    if config is None:
         assert own.lora_alpha is not None
         made = lora.make_config(
             {k: t.shape for k, t in stored.items()},

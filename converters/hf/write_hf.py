@@ -11,6 +11,7 @@ from ckpttool import bounded_json
 from ckpttool.engine.copy.tensor_digests import tensor_digests
 from ckpttool.errors import MissingPackage, Unsupported, UsageError, argument
 from ckpttool.huggingface import adapters, encodings, hub_names, lora, model_files
+from ckpttool.huggingface.split_experts import split_experts
 from ckpttool.index.checkpoint import Checkpoint, TensorEntry, Value, joined, tied_weights
 from ckpttool.index.composites import MARK, Composite, class_label, composites
 from ckpttool.index.draft import Draft, DraftFile, Dropped
@@ -22,7 +23,7 @@ from ckpttool.storage.source import Source
 from ..options import HfOptions
 from . import training_state
 from .memory_names import crop, needs_transformers, ties
-from .peft_folder import adapter_config, refuse_adapter, write_adapter
+from .peft_folder import adapter_config, base_relation, refuse_adapter, write_adapter
 from .quantised_weights import flat_names, metadata
 from .shards import INDEX, SALVAGE, WHOLE, draft_shard, refuse_dtypes, split_shards
 
@@ -51,9 +52,10 @@ def prepare(ckpt: Checkpoint, source: Source, options: WriteOptions) -> Checkpoi
     if own.adapter:
         seen = lora.find_lora(ckpt)
         config = adapter_config(source, options, [], one_of_several=seen is not None and len(seen.names) > 1)
-        ckpt = adapters.keep_adapter_only(
-            ckpt, {"peft_type": "LORA"} if config is None else config[0], own.adapter_name
-        )
+        found = {"peft_type": "LORA"} if config is None else config[0]
+        ckpt = adapters.keep_adapter_only(ckpt, found, own.adapter_name)
+        if own.split_experts:
+            ckpt = split_experts(ckpt, found, base_relation(source, options))
     return ckpt
 
 

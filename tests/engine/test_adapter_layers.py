@@ -313,3 +313,78 @@ def test_trained_tokens_that_do_not_fit_are_refused(tmp_path: Path) -> None:
     with pytest.raises(Unsupported, match=r"in adapter_config.json alone. Give it with adapter_config"):
         (tmp_path / "adapter" / "adapter_config.json").unlink()
         ckpttool.adapter_extract(tmp_path / "adapter", tmp_path / "made", lora_alpha=4)
+
+
+# ------------------------------------------------------------------------------------------- one adapter for each expert
+
+
+def mixtral_and_qwen(kind: str) -> Any:
+    import transformers
+
+    torch.manual_seed(0)
+    sizes = {
+        "vocab_size": 131, "hidden_size": 36, "num_hidden_layers": 2, "num_attention_heads": 4, "head_dim": 10,
+        "num_key_value_heads": 2, "num_experts_per_tok": 2, "max_position_embeddings": 32,
+    }  # fmt: skip
+    if kind == "mixtral":
+        config = transformers.MixtralConfig(**sizes, intermediate_size=50, num_local_experts=3)
+        return transformers.MixtralForCausalLM(config)
+    sizes |= {"num_experts": 3, "moe_intermediate_size": 22, "intermediate_size": 50, "mlp_only_layers": [1]}
+    return transformers.Qwen3MoeForCausalLM(transformers.Qwen3MoeConfig(**sizes))
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("kind", ["mixtral", "qwen3_moe"])
+@pytest.mark.parametrize(
+    "how", [{}, {"r": 1, "use_rslora": True}, {"alpha_pattern": {"down_proj": 5}}], ids=["plain", "rank 1", "pattern"]
+)
+def test_split_experts_are_the_same_adapter(peft: Any, tmp_path: Path, kind: str, how: dict[str, Any]) -> None:
+    model, at = mixtral_and_qwen(kind), tmp_path
+    model.save_pretrained(at / "base")
+    config = peft.LoraConfig(
+        **{"r": 2, "lora_alpha": 6, "target_modules": ["q_proj"], "target_parameters": [*BOTH, "gate.weight"], **how}
+    )
+    wrapped = peft.get_peft_model(model, config)
+    for n, p in wrapped.named_parameters():
+        if "lora_" in n:
+            torch.nn.init.normal_(p, std=0.3)
+    wrapped.save_pretrained(at / "adapter")
+    torch.save({"model": wrapped.state_dict()}, at / "x.pt")
+    ckpttool.convert(at / "x.pt", at / "dcp", to="dcp", world_size=3)
+    ckpttool.convert(at / "x.pt", at / "zero", to="zero3", world_size=3)
+    base: dict[str, Any] = {"config": str(at / "base"), "split_experts": True}
+    done = ckpttool.adapter_extract(at / "adapter", at / "split", **base)
+    assert any(n.startswith("split the LoRA of") for n in done.notes)
+    for source in ("dcp", "zero"):
+        ckpttool.adapter_extract(at / source, at / f"of_{source}", adapter_config=str(at / "adapter"), **base)
+        assert (at / f"of_{source}" / ADAPTER).read_bytes() == (at / "split" / ADAPTER).read_bytes()
+    # by hand: every tensor of the Hub, plus scaling * B @ A where it has a LoRA, is the merged one
+    ckpttool.adapter_merge(at / "base", at / "merged", adapter=at / "adapter")
+    split, weights = load_file(at / "split" / ADAPTER), load_file(at / "base" / "model.safetensors")
+    said = json.loads((at / "split" / "adapter_config.json").read_text())
+    modules = {n.removeprefix("base_model.model.").partition(".lora_")[0] for n in split}
+    assert (
+        len(modules) == (2 * (1 + 1 + 9) if kind == "mixtral" else 2 + 1 + 9)
+        and {f"{m}.weight" for m in modules} <= weights.keys()
+    )
+    for m in modules:
+        a, b = (split[f"base_model.model.{m}.lora_{x}.weight"] for x in "AB")
+        alpha = next(
+            (v for k, v in said["alpha_pattern"].items() if re.fullmatch(rf"(.*\.)?({k})", m)), said["lora_alpha"]
+        )
+        assert len(a) == said["r"]
+        weights[f"{m}.weight"] += b @ a * (alpha / (len(a) ** 0.5 if said["use_rslora"] else len(a)))
+    found = load_file(at / "merged" / "model.safetensors")
+    assert found.keys() == weights.keys()
+    for n, t in weights.items():
+        torch.testing.assert_close(found[n], t, msg=n)
+    assert said["target_parameters"] is None or not any("experts" in n for n in said["target_parameters"])
+    # PEFT puts them together again
+    if how.keys() <= {"r"}:
+        again = peft.PeftModel.from_pretrained(
+            type(model).from_pretrained(at / "base"), at / "split"
+        ).merge_and_unload()
+        again.save_pretrained(at / "again")
+        for n, t in load_file(at / "again" / "model.safetensors").items():
+            torch.testing.assert_close(t, found[n], msg=n)

@@ -38,6 +38,10 @@ _OF_WHOLE_STATES = (
         "Without adapter_config.json",
         "ckpttool adapter extract lora/ckpt lora/made --lora-alpha 6 --base-model org/base",
     ),
+    (
+        "For vLLM or SGLang, each expert by itself",
+        "ckpttool adapter extract moe/adapter moe/split --config moe/base --split-experts",
+    ),
     ("One of several adapters", "ckpttool adapter extract run/ckpt policy --adapter-name policy"),
     exits=(*READING, 5, 6),
     meaning={3: "no adapter, or no adapter_config.json", 5: "the result, read back, differs"},
@@ -67,6 +71,13 @@ def extract(
         str | None,
         typer.Option("--base-model", help="With --lora-alpha: path or id of the base model.", metavar="MODEL"),
     ] = None,
+    split_experts: Annotated[
+        bool,
+        typer.Option(
+            "--split-experts",
+            help="Write the LoRA of stacked experts as that of each expert, as the Hub names them; needs --config.",
+        ),
+    ] = False,
     strip_prefix: Annotated[
         str | None,
         typer.Option("--strip-prefix", help="Prefix to remove from the names of weights.", metavar="PREFIX"),
@@ -89,6 +100,7 @@ def extract(
             lora_alpha=lora_alpha,
             rslora=rslora,
             base_model=base_model,
+            split_experts=split_experts,
             strip_prefix=strip_prefix,
             **pick_keywords(adapter_extract, writing, reading, replace(running, progress=meter)),
         ),

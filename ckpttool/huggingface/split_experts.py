@@ -1,0 +1,160 @@
+"""The LoRA of stacked experts as that of each expert, under the names that the Hub has, as vLLM and SGLang load it.
+
+    experts.base_layer.lora_A (n * r, in)     experts.0.gate_proj.lora_A (r, in),  experts.0.up_proj.lora_A (r, in), ...
+    experts.base_layer.lora_B (out, r * n)    experts.0.gate_proj.lora_B (out / 2, r), experts.0.up_proj.lora_B ...
+
+PEFT wraps the stack of transformers v5 (`target_parameters`); on the Hub each expert has tensors of its own. Those that
+transformers joins to one matrix (gate and up) get the same lora_A, and the rows of lora_B that are theirs: the product
+is the same. Views of the adapter's bytes; nothing is computed.
+
+Sources: lora_changes.py; vllm/lora/model_manager.py, which takes either form by the model; names in hub_names.py.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+from ..errors import Unsupported
+from ..index.axes import Axes, Compressed, link_part, place_chunks
+from ..index.checkpoint import Checkpoint, Chunks, TensorEntry, joined
+from ..printable import count_noun
+from . import Config, hub_names, lora, lora_changes
+
+__all__ = ["split_config", "split_experts"]
+
+#: Axes of what a matrix's lora_A and lora_B are parts of: ("a" or "b" of the stack, its axes, those of the part). e
+#: counts matrices, r the rank, i inputs; p, u and q are outputs before, in and behind the tensor of the Hub.
+_STRAIGHT = {"A": ("a", "(e r) i", "r i"), "B": ("b", "(p+u+q) (r e)", "u r")}
+_TRANSPOSED = {"A": ("b", "i (r e)", "r i"), "B": ("a", "(e r) (p+u+q)", "u r")}
+
+
+class _Piece(NamedTuple):
+    """A tensor of the Hub that is `rows` rows, from `first` on, of matrix number `matrix` of a parameter."""
+
+    module: str
+    matrix: int
+    first: int
+    rows: int
+
+
+def split_experts(ckpt: Checkpoint, config: Config, relation: hub_names.Relation) -> Checkpoint:
+    """Return a checkpoint of an adapter alone, as PEFT saves it, with the modules that the base model has on the Hub.
+
+    Args:
+        ckpt: the checkpoint.
+        config: its adapter_config.json.
+        relation: how the names of the base model in memory and on the Hub differ.
+
+    Raises:
+        Unsupported: nothing of it is in several tensors on the Hub, or it cannot be split.
+        Corrupt: it does not fit the model, or its adapter_config.json.
+    """
+    tensors = {joined(t.path[1:]): t for t in ckpt.tensors.values()}
+    wrappers = lora.group_by_wrapper(tensors)
+    found = lora_changes.find_parameters(wrappers, {n: t.shape for n, t in tensors.items()}, config, relation.shapes)
+    pieces, moved = _find_pieces(relation)
+    of_lora = {n for kinds in wrappers.values() for n in kinds.values()}
+    out = {_move(n, moved): t for n, t in tensors.items() if n not in of_lora}
+    split = 0
+    for wrapper, kinds in wrappers.items():
+        parameter, transposed = found.get(wrapper, (f"{lora.base_name(wrapper)}.weight", False))
+        if parameter not in pieces:
+            out |= {_move(n, moved): tensors[n] for n in kinds.values()}
+            continue
+        split += 1
+        parts = {kind: tensors[n] for kind, n in kinds.items()}
+        for piece in pieces[parameter]:
+            out |= _cut(piece, parts, relation.shapes[parameter], transposed)
+    if not split:
+        raise Unsupported(
+            "no LoRA of the adapter is of a parameter that is several tensors on the Hub, so there is nothing to "
+            "split: programs that serve this model load the adapter as PEFT saves it."
+        )
+    new = {f"model.{n}": replace(t, path=("model", n)) for n, t in out.items()}
+    kept = {n: d for n, d in ckpt.recorded.items() if n in new and new[n].chunks is ckpt.tensors[n].chunks}
+    note = f"split the LoRA of {count_noun(split, 'stack')} into that of each tensor on the Hub"
+    return replace(ckpt, tensors=new, recorded=kept, notes=[*ckpt.notes, note])
+
+
+def split_config(config: Config, names: Iterable[str], relation: hub_names.Relation) -> dict[str, Any]:
+    """Return the adapter_config.json of an adapter that was split.
+
+    Args:
+        config: the one of the adapter as it was.
+        names: of its tensors, split.
+        relation: how the names of the base model in memory and on the Hub differ.
+    """
+    pieces, wrappers = _find_pieces(relation)[0], lora.group_by_wrapper(names)
+    made = {p.module: parameter for parameter, of in pieces.items() for p in of if p.module in wrappers}
+    targets = config.get("target_modules") or []
+    if not isinstance(targets, list):
+        targets = [w for w in wrappers if w not in made]
+    left = [n for n in config.get("target_parameters") or () if not any(f".{p}".endswith(f".{n}") for p in pieces)]
+    out = {**config, "target_modules": sorted({*targets, *(m.rpartition(".")[2] for m in made)})}
+    for field, usual in (("rank_pattern", config.get("r")), ("alpha_pattern", config.get("lora_alpha"))):
+        values = {m: lora.pattern_value(config, field, parameter, usual) for m, parameter in made.items()}
+        out[field] = {**(config.get(field) or {}), **{re.escape(m): v for m, v in values.items() if v != usual}}
+    return {**out, "target_parameters": left or None}
+
+
+def _find_pieces(relation: hub_names.Relation) -> tuple[dict[str, list[_Piece]], dict[str, str]]:
+    """Return ({parameter: the tensors that it is on the Hub, if they are several}, {module in memory: its name on the
+    Hub, if that is another})."""
+    pieces: dict[str, list[_Piece]] = {}
+    moved: dict[str, str] = {}
+    for name, view in relation.views.items():
+        whole, module = relation.shapes[view.of], name.rpartition(".")[0]
+        if view.shape == whole:
+            if view.of != name:
+                moved[view.of.rpartition(".")[0]] = module
+            continue
+        rows, columns = whole[-2:] if len(whole) > 1 else (1, 1)
+        if view.shape[1:] != (columns,) or view.strides != (columns, 1):
+            raise Unsupported(f'"{name}" is neither whole rows of "{view.of}" nor all of it; ckpttool cannot split it.')
+        matrix, first = divmod(view.offset // max(1, columns), rows)
+        pieces.setdefault(view.of, []).append(_Piece(name.removesuffix(".weight"), matrix, first, view.shape[0]))
+    return pieces, moved
+
+
+def _move(name: str, moved: Mapping[str, str]) -> str:
+    """Return the name that a tensor of the adapter has where modules are called as on the Hub."""
+    front = name.removesuffix(f".{lora.TOKENS}").partition(".lora_")[0]
+    module = lora.base_name(front if front != name else name.rpartition(".")[0])
+    return name.replace(module, moved.get(module, module), 1)
+
+
+def _cut(
+    piece: _Piece, parts: Mapping[str, TensorEntry], whole: tuple[int, ...], transposed: bool
+) -> dict[str, TensorEntry]:
+    """Cut the LoRA of one tensor of the Hub out of that of the parameter: {name as PEFT saves it: tensor}.
+
+    Args:
+        parts: {"a", "b": tensor} of the LoRA.
+        whole: shape of the parameter.
+        transposed: lora_A has the columns that the parameter has rows, as before PEFT 0.19.
+
+    Raises:
+        Unsupported: the LoRA has more than A and B, or is compressed.
+    """
+    if parts.keys() != {"a", "b"}:
+        raise Unsupported(f'the LoRA of "{piece.module}" has a bias or a magnitude, which ckpttool does not split.')
+    stacked = whole[0] if len(whole) == 3 else 1
+    rows, columns = whole[-2:]
+    sizes = {"e": stacked, "r": parts["a"].shape[0] // stacked, "i": columns}
+    sizes |= {"p": piece.first, "u": piece.rows, "q": rows - piece.first - piece.rows}
+    out: dict[str, TensorEntry] = {}
+    for letter, (of, axes, part) in (_TRANSPOSED if transposed else _STRAIGHT).items():
+        link = link_part(Axes.parse(part), Axes.parse(axes), 1, {"e": piece.matrix}, sizes)
+        chunks = Chunks(2)
+        try:
+            place_chunks(link, parts[of], chunks, to_whole=False)
+        except Compressed:
+            raise Unsupported(
+                f'the LoRA of "{piece.module}" is compressed and must be split; convert the checkpoint to dcp first.'
+            ) from None
+        name = f"{lora.ROOT}{piece.module}.lora_{letter}.weight"
+        out[name] = replace(parts[of], shape=link.part_shape, chunks=chunks)
+    return out
