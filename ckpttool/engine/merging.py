@@ -26,9 +26,9 @@ from math import prod
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from .. import layouts
-from ..errors import Unsupported, UsageError, argument
+from ..errors import MissingPackage, Unsupported, UsageError, argument
 from ..extras import require_packages
-from ..huggingface import adapters, lora, lora_changes, model_files
+from ..huggingface import adapters, hub_names, lora, lora_changes, model_files
 from ..index.checkpoint import ITEMSIZE, Checkpoint, Chunks, TensorEntry, tied_weights
 from ..index.draft import Dropped
 from ..printable import count_noun
@@ -228,10 +228,12 @@ def _plan_merge(base: OpenCheckpoint, theirs: OpenCheckpoint, request: MergeRequ
     given = theirs is not base
     named = _map_base_names(base, given)
     chosen = _choose_adapters(theirs, request, given)
+    pieces = _name_as_in_memory(base, named, chosen, config)
     changes = lora_changes.plan_changes(
         {a: {n: t.shape for n, t in found.tensors.items()} for a, found in chosen.items()},
         {a: found.config for a, found in chosen.items()},
         {n: base.checkpoint.tensors[there].shape for n, there in named.items()},
+        pieces,
     )
     if not changes:
         raise Unsupported("the adapter changes no tensor of the base model.")
@@ -401,6 +403,42 @@ def _choose_adapters(theirs: OpenCheckpoint, request: MergeRequest, given: bool)
     return out
 
 
+def _name_as_in_memory(
+    base: OpenCheckpoint, named: Mapping[str, str], chosen: Mapping[str, _Adapter], config: str | None
+) -> dict[str, list[hub_names.Piece]]:
+    """Give the modules of adapters that have names of the Hub those that they have in memory, and return {tensor of the
+    base model: the modules that it is on the Hub}; do nothing where all names are those in memory.
+
+    Args:
+        named: {name of a weight in the base model: its name in the checkpoint}.
+        chosen: {name: adapter}; tensors are renamed there.
+        config: folder or id of a Hugging Face model; None where none was given.
+    """
+    modules = {n.rpartition(".")[0] for n in named}
+    wrappers = {lora.base_name(w) for found in chosen.values() for w in lora.group_by_wrapper(found.tensors)}
+    model = None if wrappers <= modules else _find_config(base, config)
+    if model is None or "model_type" not in model:
+        return {}
+    try:
+        pieces, moved = hub_names.find_pieces(hub_names.relate(model, None))
+    except (Unsupported, MissingPackage):  # then the module is named that the base model does not have
+        return {}
+    back = {hub: here for here, hub in moved.items()}
+    for found in chosen.values():
+        renamed = {n: adapters.rename_module(n, back) for n in found.tensors}
+        found.tensors = {renamed[n]: t for n, t in found.tensors.items()}
+        found.stored = {renamed[n]: there for n, there in found.stored.items()}
+    return {n: several for n, several in pieces.items() if n in named}
+
+
+def _find_config(base: OpenCheckpoint, config: str | None) -> dict[str, Any] | None:
+    """Return the config.json of the base model: that of `config`, where it was given, or the one beside the weights;
+    None where there is none."""
+    if base.checkpoint.config is not None and not config:
+        return base.checkpoint.config
+    return model_files.find_model_files(base.source, config, [])[0]
+
+
 def _show_path(opened: OpenCheckpoint) -> str:
     """Return the path of an open checkpoint: its folder, or its first file if it is one file."""
     return opened.source.root if opened.folder else os.path.join(opened.source.root, opened.checkpoint.files[0])
@@ -504,11 +542,7 @@ def _find_tied_groups(
         same.setdefault(digest, []).append(n)
     equal = [names for names in same.values() if len(names) > 1]
     if changed := [names for names in equal if any(n in plan for n in names)]:
-        model = (
-            model_files.find_model_files(base.source, config, [])[0]
-            if base.checkpoint.config is None or config
-            else base.checkpoint.config
-        )
+        model = _find_config(base, config)
         if model is None:
             first, second = changed[0][:2]
             raise Unsupported(
@@ -621,7 +655,10 @@ def _make_computation(
                 new = of_adapter(rows.adapter, rows.name).to(weight.dtype)
                 weight = weight.index_copy(0, torch.tensor(rows.indices, dtype=torch.int64), new)
             for update in change.updates:
-                a, b = (of_adapter(update.adapter, n) for n in (update.a, update.b))
+                if update.parts:
+                    a, b = _stack_parts(update, weight.shape[-2], of_adapter)
+                else:
+                    a, b = (of_adapter(update.adapter, n) for n in (update.a, update.b))
                 if update.kind == "parameter":
                     weight += _multiply_stack(a, b, update, part).to(weight.dtype)
                     continue
@@ -632,6 +669,31 @@ def _make_computation(
             return memoryview(weight.contiguous().reshape(-1).view(torch.uint8).numpy().data)
 
     return make
+
+
+def _stack_parts(
+    update: lora_changes.Update, rows: int, read: Callable[[str, str], torch.Tensor]
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return lora_A and lora_B of a stack whose parts have a LoRA each: of those of one matrix, the rows of A stand one
+    below the other, and those of B in a block diagonal, as PEFT puts them.
+
+    Args:
+        rows: of each matrix.
+        read: returns the tensor of an adapter (its name, the tensor's).
+    """
+    import torch
+
+    firsts = sorted({p.first for p in update.parts})
+    a = b = None
+    for part in update.parts:
+        mine, k = read(update.adapter, part.a), firsts.index(part.first) * update.rank
+        if a is None or b is None:
+            a = torch.zeros(update.stacked, len(firsts) * update.rank, mine.shape[1], dtype=mine.dtype)
+            b = torch.zeros(rows, len(firsts) * update.rank, update.stacked, dtype=mine.dtype)
+        a[part.matrix, k : k + update.rank] = mine
+        b[part.first : part.first + part.rows, k : k + update.rank, part.matrix] = read(update.adapter, part.b)
+    assert a is not None and b is not None
+    return a.reshape(-1, a.shape[-1]), b.reshape(rows, -1)
 
 
 def _multiply_stack(a: torch.Tensor, b: torch.Tensor, update: lora_changes.Update, part: range) -> torch.Tensor:

@@ -21,8 +21,9 @@ from typing import Any
 
 from ..errors import Unsupported, UsageError, argument
 from ..index.checkpoint import Checkpoint, joined
+from . import lora
 
-__all__ = ["adapter_as_model", "base_names", "keep_adapter_only", "outer_prefix"]
+__all__ = ["adapter_as_model", "base_names", "keep_adapter_only", "outer_prefix", "rename_module"]
 
 #: What the tensors of a method are called, by peft_type: what all begin with, and the ends that are known.
 _METHODS = {
@@ -37,8 +38,7 @@ _MODULES = ("lora_A", "lora_B")  # a module for each adapter; the others have a 
 _EMBEDDINGS = ("embed_tokens", "lm_head")
 #: Ends of the names of output layers, which models tie to their embedding.
 _HEADS = ("lm_head", "embed_out", "output", "output_projection", "decoder", "proj_out")
-_ROOT = "base_model.model."
-_TOKENS = ".token_adapter.trainable_tokens_delta"
+_TOKENS = f".token_adapter.{lora.TOKENS}"
 #: A parameter or buffer of the base model inside a layer of PEFT.
 _WRAPPED = re.compile(r"\.base_layer\.(?!lora_|bias$)[^.]+$")
 
@@ -79,8 +79,8 @@ def keep_adapter_only(ckpt: Checkpoint, config: dict[str, Any], wanted: str | No
         if own is not None and not known.fullmatch(own[0][-1]):
             raise Unsupported(f'"{name}" fits no {kind} adapter that ckpttool knows. Save it with PEFT.')
     # the names of the file
-    if not any(s.startswith(_ROOT) for s in saved.values()):  # injected, not wrapped; the file is the same
-        saved = {n: _ROOT + s for n, s in saved.items()}
+    if not any(s.startswith(lora.ROOT) for s in saved.values()):  # injected, not wrapped; the file is the same
+        saved = {n: lora.ROOT + s for n, s in saved.items()}
     if len(set(saved.values())) != len(saved):
         raise Unsupported(
             "two tensors of the adapter would get the same name in adapter_model.safetensors. Save it with PEFT's "
@@ -105,7 +105,9 @@ def keep_adapter_only(ckpt: Checkpoint, config: dict[str, Any], wanted: str | No
 def outer_prefix(names: Iterable[str]) -> str:
     """Return what stands before the names that PEFT gives, such as "net." of a Lightning module that keeps the wrapped
     model in self.net; "" where nothing does, or not the same everywhere."""
-    found = {n[: n.index(_ROOT)] for n in names if ".lora_" in n and (n.startswith(_ROOT) or f".{_ROOT}" in n)}
+    found = {
+        n[: n.index(lora.ROOT)] for n in names if ".lora_" in n and (n.startswith(lora.ROOT) or f".{lora.ROOT}" in n)
+    }
     return found.pop() if len(found) == 1 else ""
 
 
@@ -157,18 +159,26 @@ def base_names(names: Mapping[str, str]) -> dict[str, str]:
     out: dict[str, str] = {}
     prefix = outer_prefix(names)
     names = {n.removeprefix(prefix): stored for n, stored in names.items()}
-    adapted = {n.removeprefix(_ROOT).partition(".lora_")[0] for n in names if ".lora_" in n}
+    adapted = {n.removeprefix(lora.ROOT).partition(".lora_")[0] for n in names if ".lora_" in n}
     for module in adapted:
-        if f"{module}.weight" in names or f"{_ROOT}{module}.weight" in names:
+        if f"{module}.weight" in names or f"{lora.ROOT}{module}.weight" in names:
             raise Unsupported(
                 f'"{module}.weight" is stored next to the adapter of that module, not as its base_layer: the adapter '
                 "may be merged into it already. Give base model and adapter: ckpttool adapter merge BASE ADAPTER DST."
             )
     for name, stored in names.items():
-        parts = name.removeprefix(_ROOT).split(".")
+        parts = name.removeprefix(lora.ROOT).split(".")
         if "modules_to_save" not in parts and not any(p.startswith(("lora_", "trainable_tokens_")) for p in parts):
             out[".".join(p for p in parts if p not in ("base_layer", "original_module", "token_adapter"))] = stored
     return out
+
+
+def rename_module(name: str, moved: Mapping[str, str]) -> str:
+    """Return the name of a tensor of an adapter, as PEFT saves it, where modules have other names: {module: its new
+    name}."""
+    front = name.removesuffix(f".{lora.TOKENS}").partition(".lora_")[0]
+    module = lora.base_name(front if front != name else name.rpartition(".")[0])
+    return name.replace(module, moved.get(module, module), 1)
 
 
 def _choose_adapter(names: Iterable[str], prefix: str, known: re.Pattern[str], wanted: str | None) -> str | None:
@@ -238,7 +248,7 @@ def _saved_name(name: str, prefix: str, adapter: str | None) -> str | None:
             rest = []  # a module by now, a parameter in files
         return ".".join([*front, *rest])
     own = r"[^.]+" if adapter is None else re.escape(adapter)
-    if (m := re.fullmatch(rf"(.*{re.escape(_TOKENS)})\.{own}", name)) is not None:
+    if (m := re.fullmatch(rf"(.*{re.escape(_TOKENS)})(\.{own}){'?' * (adapter is None)}", name)) is not None:
         return m[1]
     m = re.fullmatch(rf"(.*?)\.modules_to_save\.{own}\.(.*)", name)
     return f"{m[1]}.{m[2]}" if m else None

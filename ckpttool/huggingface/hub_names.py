@@ -27,7 +27,7 @@ from ..extras import require_packages
 from ..formats.sandbox import run_in_child
 from . import Config
 
-__all__ = ["PLAIN", "LoadVerdict", "Relation", "find_contradiction", "meta_model", "relate"]
+__all__ = ["PLAIN", "LoadVerdict", "Piece", "Relation", "find_contradiction", "find_pieces", "meta_model", "relate"]
 
 #: model_type of architectures whose parameters have the same names in memory and on the Hub.
 PLAIN = frozenset(
@@ -128,6 +128,38 @@ def relate(config: dict[str, Any], tensors: dict[str, tuple[int, ...]] | None, j
     verdict = None if answer["verdict"] is None else LoadVerdict(**answer["verdict"])
     shapes = {k: tuple(v) for k, v in answer["shapes"].items()}
     return Relation(views, shapes, answer["tied"], answer["together"], verdict)
+
+
+class Piece(NamedTuple):
+    """A module of the Hub whose weight is `rows` rows, from `first` on, of matrix number `matrix` of a parameter."""
+
+    module: str
+    matrix: int
+    first: int
+    rows: int
+
+
+def find_pieces(relation: Relation) -> tuple[dict[str, list[Piece]], dict[str, str]]:
+    """Return ({parameter: the modules of the Hub that it is, if they are several}, {module in memory: its name on the
+    Hub, if that is another}).
+
+    Raises:
+        Unsupported: a tensor of the Hub is a part of a parameter, and not whole rows of one of its matrices.
+    """
+    pieces: dict[str, list[Piece]] = {}
+    moved: dict[str, str] = {}
+    for name, view in relation.views.items():
+        whole, module = relation.shapes[view.of], name.rpartition(".")[0]
+        if view.shape == whole:
+            if view.of != name:
+                moved[view.of.rpartition(".")[0]] = module
+            continue
+        rows, columns = whole[-2:] if len(whole) > 1 else (1, 1)
+        if view.shape[1:] != (columns,) or view.strides != (columns, 1):
+            raise Unsupported(f'"{name}" is neither whole rows of "{view.of}" nor all of it; ckpttool cannot split it.')
+        matrix, first = divmod(view.offset // max(1, columns), rows)
+        pieces.setdefault(view.of, []).append(Piece(name.removesuffix(".weight"), matrix, first, view.shape[0]))
+    return pieces, moved
 
 
 def find_contradiction(config: Config, shapes: Mapping[str, tuple[int, ...]]) -> str | None:

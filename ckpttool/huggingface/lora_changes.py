@@ -27,11 +27,22 @@ from typing import NamedTuple
 
 from ..errors import Corrupt, Unsupported, argument
 from . import Config, lora
+from .hub_names import Piece
 from .lora import USE_PEFT, Shapes, base_name
 
-__all__ = ["Change", "NewRows", "Update", "find_parameters", "plan_changes"]
+__all__ = ["Change", "NewRows", "StackPart", "Update", "find_parameters", "plan_changes"]
 
 _MOST_WRAPPERS = 6  # of one module; each more multiplies the ways in which its parameters may lie in them
+
+
+class StackPart(NamedTuple):
+    """The LoRA of `rows` rows, from `first` on, of matrix number `matrix` of a stack: names of its tensors."""
+
+    matrix: int
+    first: int
+    rows: int
+    a: str
+    b: str
 
 
 @dataclass(frozen=True)
@@ -42,6 +53,7 @@ class Update:
     `kind`        "linear", "embedding", "convolution", or "parameter" where target_parameters names it
     `transposed`  B @ A is transposed before it is added: Conv1D, every embedding, and stacks of (in, out)
     `stacked`     how many matrices it is a stack of; 1 of all but parameters of three dimensions
+    `parts`       where each matrix of a stack has a LoRA of its own; then `a` and `b` are ""
     """
 
     adapter: str
@@ -54,6 +66,7 @@ class Update:
     kind: str
     transposed: bool
     stacked: int = 1
+    parts: tuple[StackPart, ...] = ()
 
     @property
     def module(self) -> str:
@@ -100,13 +113,19 @@ class _Adapter(NamedTuple):
     wrappers: dict[str, dict[str, str]]
 
 
-def plan_changes(adapters: Mapping[str, Shapes], configs: Mapping[str, Config], base: Shapes) -> dict[str, Change]:
+def plan_changes(
+    adapters: Mapping[str, Shapes],
+    configs: Mapping[str, Config],
+    base: Shapes,
+    pieces: Mapping[str, Sequence[Piece]],
+) -> dict[str, Change]:
     """Plan a merge of adapters, in this order: {tensor of the base model: what becomes of it}, of those that change.
 
     Args:
         adapters: {name of an adapter: {name as PEFT saves it: shape}}.
         configs: {name of an adapter: its adapter_config.json}.
         base: {name: shape} of the base model.
+        pieces: {tensor of it: the modules that it is on the Hub}, by which an adapter may call them.
 
     Raises:
         Unsupported: an adapter changes what no merge can change, or what the base model lacks; or adapters cannot be
@@ -117,14 +136,19 @@ def plan_changes(adapters: Mapping[str, Shapes], configs: Mapping[str, Config], 
     updates: dict[str, list[Update]] = {}
     biases: dict[str, list[tuple[str, str, float]]] = {}
     rows: dict[str, list[NewRows]] = {}
+    on_hub = {piece.module: (parameter, piece) for parameter, several in pieces.items() for piece in several}
     for name, saved in adapters.items():
         one = _Adapter(name, saved, configs[name], lora.group_by_wrapper(saved))
         parameters = find_parameters(one.wrappers, saved, one.config, base)
+        stacks: dict[str, list[tuple[Piece, str]]] = {}
         for wrapper, kinds in one.wrappers.items():
             if not {"a", "b"} <= kinds.keys():
                 raise Corrupt(
                     f'"{wrapper}": the adapter has only {", ".join(sorted(kinds.values()))}. The file is incomplete.'
                 )
+            if wrapper in on_hub:
+                stacks.setdefault(on_hub[wrapper][0], []).append((on_hub[wrapper][1], wrapper))
+                continue
             update = (
                 _update_parameter(one, wrapper, *parameters[wrapper], base)
                 if wrapper in parameters
@@ -134,6 +158,8 @@ def plan_changes(adapters: Mapping[str, Shapes], configs: Mapping[str, Config], 
             if "bias" in kinds:
                 bias = _require_target(f"{update.module}.bias", kinds["bias"], base)
                 biases.setdefault(bias, []).append((name, kinds["bias"], update.scaling))
+        for parameter, parts in stacks.items():
+            updates.setdefault(parameter, []).append(_update_stack(one, parameter, parts, base))
         if one.config.get("trainable_token_indices") and not any(n.endswith(f".{lora.TOKENS}") for n in saved):
             raise Corrupt(
                 "adapter_config.json has trainable_token_indices, and no tensor of the adapter is of trained tokens. "
@@ -355,6 +381,36 @@ def _update_parameter(one: _Adapter, wrapper: str, name: str, transposed: bool, 
     rank = one.saved[kinds["a"]][0] // stacked
     factor = lora.scaling(one.config, name, rank)
     return Update(one.name, name, kinds["a"], kinds["b"], None, factor, rank, "parameter", transposed, stacked)
+
+
+def _update_stack(one: _Adapter, parameter: str, parts: Sequence[tuple[Piece, str]], base: Shapes) -> Update:
+    """Make the update of a stack whose matrices, or parts of them, have a LoRA each.
+
+    Args:
+        parameter: the stack.
+        parts: (place in the stack, wrapped module) of each.
+
+    Raises:
+        Unsupported: ranks or factors differ, or one is more than A and B. Corrupt: shapes do not fit.
+    """
+    out, factors = [], set()
+    stacked = base[parameter][0] if len(base[parameter]) == 3 else 1
+    for piece, wrapper in parts:
+        kinds = one.wrappers[wrapper]
+        a, b = one.saved[kinds["a"]], one.saved[kinds["b"]]
+        if a[1:] != base[parameter][-1:] or b != (piece.rows, a[0]):
+            raise Corrupt(
+                f'"{wrapper}": lora_A {list(a)} and lora_B {list(b)} do not fit {piece.rows} rows of "{parameter}", '
+                f"{list(base[parameter])}. They do not belong to one model."
+            )
+        if kinds.keys() != {"a", "b"}:
+            raise Unsupported(f'"{wrapper}" has a bias or a magnitude, and is a part of "{parameter}". {USE_PEFT}')
+        factors.add((lora.scaling(one.config, wrapper, a[0]), a[0]))
+        out.append(StackPart(piece.matrix, piece.first, piece.rows, kinds["a"], kinds["b"]))
+    if len(factors) > 1:
+        raise Unsupported(f'parts of "{parameter}" have adapters of different ranks or factors. {USE_PEFT}')
+    [(factor, rank)] = factors
+    return Update(one.name, parameter, "", "", None, factor, rank, "parameter", False, stacked, tuple(out))
 
 
 # ------------------------------------------------------------------------------------------------------------- modules

@@ -15,13 +15,13 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any
 
 from ..errors import Unsupported
 from ..index.axes import Axes, Compressed, link_part, place_chunks
 from ..index.checkpoint import Checkpoint, Chunks, TensorEntry, joined
 from ..printable import count_noun
-from . import Config, hub_names, lora, lora_changes
+from . import Config, adapters, hub_names, lora, lora_changes
 
 __all__ = ["split_config", "split_experts"]
 
@@ -29,15 +29,6 @@ __all__ = ["split_config", "split_experts"]
 #: counts matrices, r the rank, i inputs; p, u and q are outputs before, in and behind the tensor of the Hub.
 _STRAIGHT = {"A": ("a", "(e r) i", "r i"), "B": ("b", "(p+u+q) (r e)", "u r")}
 _TRANSPOSED = {"A": ("b", "i (r e)", "r i"), "B": ("a", "(e r) (p+u+q)", "u r")}
-
-
-class _Piece(NamedTuple):
-    """A tensor of the Hub that is `rows` rows, from `first` on, of matrix number `matrix` of a parameter."""
-
-    module: str
-    matrix: int
-    first: int
-    rows: int
 
 
 def split_experts(ckpt: Checkpoint, config: Config, relation: hub_names.Relation) -> Checkpoint:
@@ -55,14 +46,14 @@ def split_experts(ckpt: Checkpoint, config: Config, relation: hub_names.Relation
     tensors = {joined(t.path[1:]): t for t in ckpt.tensors.values()}
     wrappers = lora.group_by_wrapper(tensors)
     found = lora_changes.find_parameters(wrappers, {n: t.shape for n, t in tensors.items()}, config, relation.shapes)
-    pieces, moved = _find_pieces(relation)
+    pieces, moved = hub_names.find_pieces(relation)
     of_lora = {n for kinds in wrappers.values() for n in kinds.values()}
-    out = {_move(n, moved): t for n, t in tensors.items() if n not in of_lora}
+    out = {adapters.rename_module(n, moved): t for n, t in tensors.items() if n not in of_lora}
     split = 0
     for wrapper, kinds in wrappers.items():
         parameter, transposed = found.get(wrapper, (f"{lora.base_name(wrapper)}.weight", False))
         if parameter not in pieces:
-            out |= {_move(n, moved): tensors[n] for n in kinds.values()}
+            out |= {adapters.rename_module(n, moved): tensors[n] for n in kinds.values()}
             continue
         split += 1
         parts = {kind: tensors[n] for kind, n in kinds.items()}
@@ -87,7 +78,7 @@ def split_config(config: Config, names: Iterable[str], relation: hub_names.Relat
         names: of its tensors, split.
         relation: how the names of the base model in memory and on the Hub differ.
     """
-    pieces, wrappers = _find_pieces(relation)[0], lora.group_by_wrapper(names)
+    pieces, wrappers = hub_names.find_pieces(relation)[0], lora.group_by_wrapper(names)
     made = {p.module: parameter for parameter, of in pieces.items() for p in of if p.module in wrappers}
     targets = config.get("target_modules") or []
     if not isinstance(targets, list):
@@ -100,34 +91,8 @@ def split_config(config: Config, names: Iterable[str], relation: hub_names.Relat
     return {**out, "target_parameters": left or None}
 
 
-def _find_pieces(relation: hub_names.Relation) -> tuple[dict[str, list[_Piece]], dict[str, str]]:
-    """Return ({parameter: the tensors that it is on the Hub, if they are several}, {module in memory: its name on the
-    Hub, if that is another})."""
-    pieces: dict[str, list[_Piece]] = {}
-    moved: dict[str, str] = {}
-    for name, view in relation.views.items():
-        whole, module = relation.shapes[view.of], name.rpartition(".")[0]
-        if view.shape == whole:
-            if view.of != name:
-                moved[view.of.rpartition(".")[0]] = module
-            continue
-        rows, columns = whole[-2:] if len(whole) > 1 else (1, 1)
-        if view.shape[1:] != (columns,) or view.strides != (columns, 1):
-            raise Unsupported(f'"{name}" is neither whole rows of "{view.of}" nor all of it; ckpttool cannot split it.')
-        matrix, first = divmod(view.offset // max(1, columns), rows)
-        pieces.setdefault(view.of, []).append(_Piece(name.removesuffix(".weight"), matrix, first, view.shape[0]))
-    return pieces, moved
-
-
-def _move(name: str, moved: Mapping[str, str]) -> str:
-    """Return the name that a tensor of the adapter has where modules are called as on the Hub."""
-    front = name.removesuffix(f".{lora.TOKENS}").partition(".lora_")[0]
-    module = lora.base_name(front if front != name else name.rpartition(".")[0])
-    return name.replace(module, moved.get(module, module), 1)
-
-
 def _cut(
-    piece: _Piece, parts: Mapping[str, TensorEntry], whole: tuple[int, ...], transposed: bool
+    piece: hub_names.Piece, parts: Mapping[str, TensorEntry], whole: tuple[int, ...], transposed: bool
 ) -> dict[str, TensorEntry]:
     """Cut the LoRA of one tensor of the Hub out of that of the parameter: {name as PEFT saves it: tensor}.
 

@@ -17,9 +17,10 @@ from safetensors.torch import load_file, save_file
 
 import ckpttool
 from ckpttool.engine import merging
-from ckpttool.errors import CkpttoolError, Corrupt, Unsupported
+from ckpttool.errors import CkpttoolError, Corrupt, Unsupported, UsageError
 
 ADAPTER = "adapter_model.safetensors"
+WEIGHTS = "model.safetensors"
 KERNELS: dict[str, Any] = {
     "conv1d": lambda: torch.nn.Conv1d(6, 4, 3, padding=1, bias=False),
     "pointwise1d": lambda: torch.nn.Conv1d(6, 5, 1),
@@ -58,7 +59,7 @@ def adapted(
 ) -> Any:
     """The model with adapters whose numbers are not those of the beginning; base model and first adapter saved below `at`."""
     (at / "base").mkdir(parents=True)
-    save_file(net.state_dict(), at / "base" / "model.safetensors")
+    save_file(net.state_dict(), at / "base" / WEIGHTS)
     model = peft.get_peft_model(copy.deepcopy(net), config, adapter_name=names[0], autocast_adapter_dtype=autocast)
     for name in names[1:]:
         model.add_adapter(name, copy.deepcopy(config), autocast_adapter_dtype=autocast)
@@ -241,7 +242,7 @@ def test_the_experts_of_an_old_peft_are_read_as_it_did(tmp_path: Path, version: 
     """Before 0.19 lora_A had as many columns as a matrix has rows (peft 0.18, lora/layer.py: "o r e, e r i -> e i o")."""
     moe_folder(tmp_path, {"down_proj": (3, 5, inner)}, {"experts": (5, 6, inner)}, peft_version=version)
     ckpttool.adapter_merge(tmp_path / "base", tmp_path / "out.safetensors", adapter=tmp_path / "adapter")
-    base, lora = load_file(tmp_path / "base" / "model.safetensors"), load_file(tmp_path / "adapter" / ADAPTER)
+    base, lora = load_file(tmp_path / "base" / WEIGHTS), load_file(tmp_path / "adapter" / ADAPTER)
     a, b = (lora[f"base_model.model.experts.lora_{x}.weight"] for x in "AB")
     delta = torch.stack([(b[:, e::3] @ a[2 * e : 2 * e + 2]).T for e in range(3)]) * 2
     torch.testing.assert_close(
@@ -294,7 +295,7 @@ def test_an_adapter_of_trained_tokens_alone_is_what_peft_merges(peft: Any, tmp_p
 def test_trained_tokens_that_do_not_fit_are_refused(tmp_path: Path) -> None:
     (tmp_path / "base").mkdir()
     (tmp_path / "adapter").mkdir()
-    save_file({"embed.weight": torch.ones(4, 3), "q.weight": torch.ones(4, 3)}, tmp_path / "base" / "model.safetensors")
+    save_file({"embed.weight": torch.ones(4, 3), "q.weight": torch.ones(4, 3)}, tmp_path / "base" / WEIGHTS)
     adapter = {"embed.token_adapter.trainable_tokens_delta": torch.zeros(2, 3)}
     adapter |= {"q.lora_A.weight": torch.ones(2, 3), "q.lora_B.weight": torch.ones(4, 2)}
     save_file({f"base_model.model.{n}": t for n, t in adapter.items()}, tmp_path / "adapter" / ADAPTER)
@@ -322,7 +323,7 @@ def mixtral_and_qwen(kind: str) -> Any:
     import transformers
 
     torch.manual_seed(0)
-    sizes = {
+    sizes: dict[str, Any] = {
         "vocab_size": 131, "hidden_size": 36, "num_hidden_layers": 2, "num_attention_heads": 4, "head_dim": 10,
         "num_key_value_heads": 2, "num_experts_per_tok": 2, "max_position_embeddings": 32,
     }  # fmt: skip
@@ -359,32 +360,79 @@ def test_split_experts_are_the_same_adapter(peft: Any, tmp_path: Path, kind: str
     for source in ("dcp", "zero"):
         ckpttool.adapter_extract(at / source, at / f"of_{source}", adapter_config=str(at / "adapter"), **base)
         assert (at / f"of_{source}" / ADAPTER).read_bytes() == (at / "split" / ADAPTER).read_bytes()
-    # by hand: every tensor of the Hub, plus scaling * B @ A where it has a LoRA, is the merged one
     ckpttool.adapter_merge(at / "base", at / "merged", adapter=at / "adapter")
-    split, weights = load_file(at / "split" / ADAPTER), load_file(at / "base" / "model.safetensors")
+    found = load_file(at / "merged" / WEIGHTS)
     said = json.loads((at / "split" / "adapter_config.json").read_text())
-    modules = {n.removeprefix("base_model.model.").partition(".lora_")[0] for n in split}
-    assert (
-        len(modules) == (2 * (1 + 1 + 9) if kind == "mixtral" else 2 + 1 + 9)
-        and {f"{m}.weight" for m in modules} <= weights.keys()
-    )
+    assert not any("experts" in n for n in said["target_parameters"] or ())
+    by_hand, modules = merged_by_hand(at / "base", at / "split")
+    assert len(modules) == (2 * (1 + 1 + 9) if kind == "mixtral" else 2 + 1 + 9)
+    assert_close(found, by_hand)
+    # and back: each expert's is put into the stack again
+    ckpttool.adapter_merge(at / "base", at / "mine", adapter=at / "split")
+    assert_close(load_file(at / "mine" / WEIGHTS), by_hand)
+    if how.keys() <= {"r"}:  # PEFT takes every expert for one of the usual rank and alpha
+        loaded = peft.PeftModel.from_pretrained(type(model).from_pretrained(at / "base"), at / "split")
+        loaded.merge_and_unload().save_pretrained(at / "theirs")
+        assert (at / "mine" / WEIGHTS).read_bytes() == (at / "theirs" / WEIGHTS).read_bytes()
+    # of some experts only
+    some = {
+        n: t
+        for n, t in load_file(at / "split" / ADAPTER).items()
+        if ".experts.1" in n and not re.search("(w3|up_proj).lora", n)
+    }
+    save_file(some, at / "split" / ADAPTER)
+    (at / "split" / "ckpttool.json").unlink()
+    (at / "split" / "adapter_config.json").write_text(json.dumps({**said, "target_parameters": None}))
+    ckpttool.adapter_merge(at / "base", at / "some", adapter=at / "split", to="dcp", world_size=3)
+    ckpttool.convert(at / "some", at / "some_hf", to="hf", config=str(at / "base"))
+    by_hand, modules = merged_by_hand(at / "base", at / "split")
+    assert len(modules) == (4 if kind == "mixtral" else 2)
+    assert_close(load_file(at / "some_hf" / WEIGHTS), by_hand)
+
+
+def merged_by_hand(base: Path, adapter: Path) -> tuple[dict[str, torch.Tensor], set[str]]:
+    """Every tensor of the Hub, plus scaling * B @ A where the adapter has a LoRA for it; and its modules."""
+    lora, weights = load_file(adapter / ADAPTER), load_file(base / WEIGHTS)
+    said = json.loads((adapter / "adapter_config.json").read_text())
+    modules = {n.removeprefix("base_model.model.").partition(".lora_")[0] for n in lora}
     for m in modules:
-        a, b = (split[f"base_model.model.{m}.lora_{x}.weight"] for x in "AB")
-        alpha = next(
-            (v for k, v in said["alpha_pattern"].items() if re.fullmatch(rf"(.*\.)?({k})", m)), said["lora_alpha"]
-        )
+        a, b = (lora[f"base_model.model.{m}.lora_{x}.weight"] for x in "AB")
+        patterns = said["alpha_pattern"].items()
+        alpha = next((v for k, v in patterns if re.fullmatch(rf"(.*\.)?({k})", m)), said["lora_alpha"])
         assert len(a) == said["r"]
         weights[f"{m}.weight"] += b @ a * (alpha / (len(a) ** 0.5 if said["use_rslora"] else len(a)))
-    found = load_file(at / "merged" / "model.safetensors")
-    assert found.keys() == weights.keys()
-    for n, t in weights.items():
+    return weights, modules
+
+
+def assert_close(found: Mapping[str, torch.Tensor], wanted: Mapping[str, torch.Tensor]) -> None:
+    assert found.keys() == wanted.keys()
+    for n, t in wanted.items():
         torch.testing.assert_close(found[n], t, msg=n)
-    assert said["target_parameters"] is None or not any("experts" in n for n in said["target_parameters"])
-    # PEFT puts them together again
-    if how.keys() <= {"r"}:
-        again = peft.PeftModel.from_pretrained(
-            type(model).from_pretrained(at / "base"), at / "split"
-        ).merge_and_unload()
-        again.save_pretrained(at / "again")
-        for n, t in load_file(at / "again" / "model.safetensors").items():
-            torch.testing.assert_close(t, found[n], msg=n)
+
+
+def test_experts_that_the_hub_does_not_split_are_not_split_here(peft: Any, tmp_path: Path) -> None:
+    import transformers
+
+    config = transformers.GptOssConfig(
+        vocab_size=131, hidden_size=36, intermediate_size=36, num_hidden_layers=1, num_attention_heads=4, head_dim=10,
+        num_key_value_heads=2, num_local_experts=3, num_experts_per_tok=2, max_position_embeddings=64,
+    )  # fmt: skip
+    transformers.GptOssForCausalLM(config).save_pretrained(tmp_path / "base")
+    moe_folder(tmp_path / "x", {"gate_up_proj": (3, 36, 72), "down_proj": (3, 36, 36)}, {})
+    lora = {"experts.base_layer": (36, 6, 72), "experts": (36, 6, 36)}
+    tensors = {}
+    for wrapper, (i, r, o) in lora.items():
+        tensors[f"base_model.model.model.layers.0.mlp.{wrapper}.lora_A.weight"] = torch.ones(r, i)
+        tensors[f"base_model.model.model.layers.0.mlp.{wrapper}.lora_B.weight"] = torch.ones(o, r)
+    save_file(tensors, tmp_path / "x" / "adapter" / ADAPTER)
+    for how, text in (
+        (
+            {"config": str(tmp_path / "base")},
+            "there is nothing to split: programs that serve this model load the adapter",
+        ),
+        ({}, "needs the config.json of the base model"),
+    ):
+        with pytest.raises(Unsupported, match=text):
+            ckpttool.adapter_extract(tmp_path / "x" / "adapter", tmp_path / "out", split_experts=True, **how)  # type: ignore[arg-type]
+    with pytest.raises(UsageError, match="is about an adapter"):
+        ckpttool.HfOptions(split_experts=True)
