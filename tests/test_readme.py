@@ -99,7 +99,8 @@ def outside() -> dict[str, str]:
 
 
 def make_adapter(desk: Path) -> None:
-    """base, a model of transformers; lora/adapter, what PEFT saves of an adapter of it; lora/ckpt, the state of the job."""
+    """base, a model of transformers; lora/adapter, what PEFT saves of an adapter of it; lora/ckpt, the state of the job; moe/base, a
+    config.json; moe/adapter, of the experts of its model."""
     import numpy as np
     from safetensors.numpy import load_file, save_file
 
@@ -123,6 +124,19 @@ def make_adapter(desk: Path) -> None:
     live |= {f"{name}.lora_{k}.default.weight": m for k, m in matrices.items()}
     save_file({f"base_model.model.{n}": t for n, t in live.items()}, desk / "state.safetensors")
     ckpttool.convert(desk / "state.safetensors", desk / "lora" / "ckpt", to="dcp", world_size=2)
+    sizes = {"hidden_size": 8, "intermediate_size": 6, "num_local_experts": 3, "num_hidden_layers": 1, "vocab_size": 11}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 2}
+    for folder in ("base", "adapter"):
+        (desk / "moe" / folder).mkdir(parents=True)
+    (desk / "moe" / "base" / "config.json").write_text(json.dumps({"model_type": "mixtral", **sizes, **heads}))
+    stack = {"base_layer.lora_A": (6, 8), "base_layer.lora_B": (12, 6), "lora_A": (6, 6), "lora_B": (8, 6)}
+    experts = "base_model.model.model.layers.0.mlp.experts"
+    saved = {f"{experts}.{k}.weight": np.full(shape, 0.5, "f4") for k, shape in stack.items()}
+    save_file(saved, desk / "moe" / "adapter" / "adapter_model.safetensors")
+    said = {"peft_type": "LORA", "r": 2, "lora_alpha": 4, "target_modules": [], "peft_version": "0.21.2"}
+    said = {"peft_type": "LORA", "r": 2, "lora_alpha": 4, "peft_version": "0.21.2"}
+    said["target_parameters"] = ["experts.gate_up_proj", "experts.down_proj"]
+    (desk / "moe" / "adapter" / "adapter_config.json").write_text(json.dumps(said))
 
 
 def make_keys(folder: Path) -> None:

@@ -140,6 +140,7 @@ def find_lora_in_shapes(shapes: Shapes) -> AdapterShape | None:
     modules: set[str] = set()
     names: set[str] = set()
     others: list[str] = []
+    stacked = {base_name(n).rpartition(".")[0]: s[0] for n, s in shapes.items() if len(s) == 3}  # of experts
     for name, shape in shapes.items():
         parts = name.split(".")
         at = next((i for i, p in enumerate(parts) if p.startswith("lora_")), None)
@@ -150,7 +151,7 @@ def find_lora_in_shapes(shapes: Shapes) -> AdapterShape | None:
         modules.add(".".join(parts[:at]))
         names.add("" if not rest or rest in (["weight"], ["bias"]) else rest[0])
         if parts[at] in ("lora_A", "lora_embedding_A") and shape:
-            ranks[shape[0]] += 1
+            ranks[shape[0] // (stacked.get(base_name(".".join(parts[:at]))) or 1)] += 1
     if not modules or not ranks:
         return None
     trained = (".modules_to_save.", f".{TOKENS}")

@@ -56,9 +56,17 @@ def split_experts(ckpt: Checkpoint, config: Config, relation: hub_names.Relation
             out |= {adapters.rename_module(n, moved): tensors[n] for n in kinds.values()}
             continue
         split += 1
-        parts = {kind: tensors[n] for kind, n in kinds.items()}
+        parts, whole = {kind: tensors[n] for kind, n in kinds.items()}, relation.shapes[parameter]
+        if parts.keys() != {"a", "b"}:
+            raise Unsupported(
+                f'the LoRA of "{parameter}" is not lora_A and lora_B, and nothing else: it cannot be split.'
+            )
+        sizes = {"e": whole[0] if len(whole) == 3 else 1, "i": whole[-1]}
+        sizes["r"] = parts["a"].shape[0] // sizes["e"]
+        lora.scaling(config, parameter, sizes["r"])  # refuses the config of another adapter
         for piece in pieces[parameter]:
-            out |= _cut(piece, parts, relation.shapes[parameter], transposed)
+            sizes |= {"p": piece.first, "u": piece.rows, "q": whole[-2] - piece.first - piece.rows}
+            out |= _cut(piece, parts, sizes, transposed)
     if not split:
         raise Unsupported(
             "no LoRA of the adapter is of a parameter that is several tensors on the Hub, so there is nothing to "
@@ -92,24 +100,18 @@ def split_config(config: Config, names: Iterable[str], relation: hub_names.Relat
 
 
 def _cut(
-    piece: hub_names.Piece, parts: Mapping[str, TensorEntry], whole: tuple[int, ...], transposed: bool
+    piece: hub_names.Piece, parts: Mapping[str, TensorEntry], sizes: Mapping[str, int], transposed: bool
 ) -> dict[str, TensorEntry]:
     """Cut the LoRA of one tensor of the Hub out of that of the parameter: {name as PEFT saves it: tensor}.
 
     Args:
         parts: {"a", "b": tensor} of the LoRA.
-        whole: shape of the parameter.
+        sizes: of the axes of `_STRAIGHT`.
         transposed: lora_A has the columns that the parameter has rows, as before PEFT 0.19.
 
     Raises:
-        Unsupported: the LoRA has more than A and B, or is compressed.
+        Unsupported: the LoRA is compressed.
     """
-    if parts.keys() != {"a", "b"}:
-        raise Unsupported(f'the LoRA of "{piece.module}" has a bias or a magnitude, which ckpttool does not split.')
-    stacked = whole[0] if len(whole) == 3 else 1
-    rows, columns = whole[-2:]
-    sizes = {"e": stacked, "r": parts["a"].shape[0] // stacked, "i": columns}
-    sizes |= {"p": piece.first, "u": piece.rows, "q": rows - piece.first - piece.rows}
     out: dict[str, TensorEntry] = {}
     for letter, (of, axes, part) in (_TRANSPOSED if transposed else _STRAIGHT).items():
         link = link_part(Axes.parse(part), Axes.parse(axes), 1, {"e": piece.matrix}, sizes)

@@ -360,6 +360,9 @@ def test_split_experts_are_the_same_adapter(peft: Any, tmp_path: Path, kind: str
     for source in ("dcp", "zero"):
         ckpttool.adapter_extract(at / source, at / f"of_{source}", adapter_config=str(at / "adapter"), **base)
         assert (at / f"of_{source}" / ADAPTER).read_bytes() == (at / "split" / ADAPTER).read_bytes()
+    as_peft_018(at / "adapter", at / "old")
+    ckpttool.adapter_extract(at / "old", at / "of_old", **base)
+    assert (at / "of_old" / ADAPTER).read_bytes() == (at / "split" / ADAPTER).read_bytes()
     ckpttool.adapter_merge(at / "base", at / "merged", adapter=at / "adapter")
     found = load_file(at / "merged" / WEIGHTS)
     said = json.loads((at / "split" / "adapter_config.json").read_text())
@@ -388,6 +391,23 @@ def test_split_experts_are_the_same_adapter(peft: Any, tmp_path: Path, kind: str
     by_hand, modules = merged_by_hand(at / "base", at / "split")
     assert len(modules) == (4 if kind == "mixtral" else 2)
     assert_close(load_file(at / "some_hf" / WEIGHTS), by_hand)
+
+
+def as_peft_018(adapter: Path, at: Path) -> None:
+    """The same adapter of experts as PEFT 0.18 saves it, whose A and B are those of the transposed matrices."""
+    saved, out = load_file(adapter / ADAPTER), {}
+    for n, a in saved.items():
+        if "experts" in n and "lora_A" in n:
+            b = saved[n.replace("lora_A", "lora_B")]
+            out[n] = b.reshape(len(b), -1, 3).permute(2, 1, 0).reshape(-1, len(b)).contiguous()
+            columns = a.reshape(3, -1, a.shape[1]).permute(2, 1, 0)
+            out[n.replace("lora_A", "lora_B")] = columns.reshape(a.shape[1], -1).contiguous()
+        elif "experts" not in n:
+            out[n] = a
+    said = json.loads((adapter / "adapter_config.json").read_text())
+    at.mkdir()
+    save_file(out, at / ADAPTER)
+    (at / "adapter_config.json").write_text(json.dumps({**said, "peft_version": "0.18.1"}))
 
 
 def merged_by_hand(base: Path, adapter: Path) -> tuple[dict[str, torch.Tensor], set[str]]:

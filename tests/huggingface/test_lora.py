@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from ckpttool.errors import Corrupt, Unsupported
-from ckpttool.huggingface import lora
+from ckpttool.huggingface import lora, lora_changes
 
 MODULES = [
     "model.layers.1.self_attn.q_proj", "model.layers.11.self_attn.q_proj", "model.layers.1.mlp.down_proj", "lm_head", "q_proj",
@@ -60,6 +60,10 @@ def names(text: str) -> dict[str, tuple[int, ...]]:
         ("net.base_model.model.q.lora_A.weight", ((3,), 1, ("",), True)),
         ("q.lora_A.a.weight q.lora_A.b.weight k.lora_embedding_A.b", ((3,), 2, ("a", "b"), True)),
         ("q.lora_A.weight q.weight", ((3,), 1, ("",), False)),
+        (
+            "base_model.model.e.token_adapter.trainable_tokens_delta.x base_model.model.q.lora_A.x.weight",
+            ((3,), 1, ("x",), True),
+        ),
         ("q.weight k.weight", None),
         ("lora_head.weight", None),
     ],
@@ -69,6 +73,18 @@ def test_what_a_state_holds_is_seen_in_its_names(text: str, found: Any) -> None:
     assert (None if seen is None else (tuple(seen.ranks), seen.modules, seen.names, seen.alone)) == found
 
 
+def test_the_rank_of_a_stack_is_that_of_one_of_its_matrices() -> None:
+    experts = "base_model.model.mlp.experts."
+    shapes = {
+        f"{experts}base_layer.base_layer.gate_up_proj": (3, 10, 4),
+        f"{experts}base_layer.base_layer.down_proj": (3, 4, 5),
+        f"{experts}base_layer.lora_A.default.weight": (6, 4),
+        f"{experts}lora_A.default.weight": (6, 5),
+    }
+    seen = lora.find_lora_in_shapes(shapes)
+    assert seen is not None and (seen.ranks, seen.modules, seen.alone) == ({2: 2}, 2, False)
+
+
 def test_a_made_config_needs_the_matrices() -> None:
     with pytest.raises(Unsupported, match="has no lora_A"):
         lora.make_config(names("base_model.model.q.lora_B.weight"), lora_alpha=4, rslora=False, base_model=None)
@@ -76,8 +92,9 @@ def test_a_made_config_needs_the_matrices() -> None:
         lora.make_config(names("base_model.model.q.lora_A.weight"), lora_alpha=4.0, rslora=False, base_model=None)
     ).decode())  # fmt: skip
     with pytest.raises(Corrupt, match="cannot be multiplied"):
-        lora.plan_changes(
+        lora_changes.plan_changes(
             {"": {"q.lora_A.weight": (3, 4), "q.lora_B.weight": (5, 2)}},
             {"": {"r": 3, "lora_alpha": 1}},
             {"q.weight": (5, 4)},
+            {},
         )
