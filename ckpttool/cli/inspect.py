@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import replace
+from math import prod
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -118,7 +119,8 @@ def _print_chunks(ckpt: Checkpoint, pattern: str, as_json: bool) -> None:
         print_json(rows)
         return
     for r in rows:
-        say(f"{r['name']}  {r['dtype']} {r['shape']}  {human(r['bytes'])}, {r['chunks']} chunks")
+        several = f"{r['numbers']:,} numbers, " if r["numbers"] != prod(r["shape"]) else ""
+        say(f"{r['name']}  {r['dtype']} {r['shape']}  {several}{human(r['bytes'])}, {r['chunks']} chunks")
         for c in r["where"]:
             spans = ", ".join(f"{a}:{a + n}" for a, n in zip(c["start"], c["shape"], strict=True))
             say(f"    [{spans}]  {c['file']} bytes {c['offset']}..{c['offset'] + c['length']}")

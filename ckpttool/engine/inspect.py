@@ -324,8 +324,8 @@ def _explain_no_optimizer(ckpt: Checkpoint) -> str:
 
 
 def describe_chunks(ckpt: Checkpoint, names: Iterable[str]) -> list[dict[str, Any]]:
-    """Describe the tensors with these names as plain data: "name", "dtype", "shape", "bytes", "chunks" (how many), and
-    "where", the place of each of the first 64 chunks."""
+    """Describe the tensors with these names as plain data: "name", "dtype", "shape", "numbers" (how many, also where
+    several share bytes), "bytes", "chunks" (how many), and "where", the place of each of the first 64 chunks."""
     out = []
     for n in names:
         t = ckpt.tensors[n]
@@ -334,6 +334,7 @@ def describe_chunks(ckpt: Checkpoint, names: Iterable[str]) -> list[dict[str, An
                 "name": n,
                 "dtype": t.dtype,
                 "shape": list(t.shape),
+                "numbers": t.numbers,
                 "bytes": t.nbytes,
                 "chunks": len(t.chunks),
                 "where": [
@@ -499,7 +500,8 @@ def _grow_branch(node: Any, x: dict[str, Any]) -> None:
             i = j
             continue
         if isinstance(value, TensorEntry):
-            node.add(f"{escape(printable(key))} [dim]{value.dtype} {list(value.shape)}[/]")
+            several = f", {value.numbers:,} numbers" if value.dtype in PACKED else ""
+            node.add(f"{escape(printable(key))} [dim]{value.dtype} {list(value.shape)}{several}[/]")
         else:
             text = repr(value)
             node.add(f"{escape(printable(key))} [dim]= {escape(text if len(text) < 60 else text[:57] + '...')}[/]")

@@ -21,7 +21,9 @@ from ..formats.pickles import unwritable_reason
 from ..huggingface import encodings
 from ..huggingface.encodings import Encodings
 from ..index.checkpoint import (
+    ITEMSIZE,
     NOT_TORCHS,
+    PACKED,
     Checkpoint,
     TensorEntry,
     Unread,
@@ -694,12 +696,18 @@ def choose_dtype(
                     "it."
                 )
             return stored
-        if "float" not in stored or stored.startswith("float4"):
+        if "float" not in stored and stored not in PACKED:
             return stored
         out = whole if whole and name.startswith("model.") else stored
         for pattern, to in rules:
             if fnmatch.fnmatchcase(name, pattern):
                 out = to
+        if out != stored and stored in PACKED:
+            raise Unsupported(
+                f'{argument("cast")} and {argument("dtype")}: "{name}" is {stored}, {PACKED[stored]} numbers in '
+                f"{ITEMSIZE[stored]} bytes, which ckpttool copies and does not cast. Cast other tensors by name: "
+                f"{argument('cast', {'PATTERN': 'DTYPE'})}."
+            )
         return out
 
     return choose

@@ -317,6 +317,11 @@ class TensorEntry(HasPath):
         return prod(self.shape)
 
     @property
+    def numbers(self) -> int:
+        """Count the numbers, of which an element holds several where they share bytes."""
+        return self.numel * PACKED.get(self.dtype, 1)
+
+    @property
     def nbytes(self) -> int:
         """Count the bytes of the elements."""
         return prod(self.shape) * ITEMSIZE[self.dtype]

@@ -294,7 +294,17 @@ def as_the_library_reads_it(path: Path) -> dict[str, tuple[str, list[int], bytes
 def test_numbers_of_four_and_six_bits_pass_byte_for_byte_and_are_counted(tmp_path: Path) -> None:
     source = packed(tmp_path / "in.safetensors")
     assert ckpttool.inspect(source).components["model"]["elements"] == 4 + 8 + 64 * 32 + 4 * 16
-    ckpttool.convert(source, tmp_path / "folder", to="hf", dtype="bf16", cast={"*six": "fp16"})
+    shown = ckpttool_here("inspect", source, "--tree").stdout
+    assert "four float4_e2m1fn_x2 [4, 8], 64 numbers" in shown and "w f6_e2m3_x4 [64, 8], 2,048 numbers" in shown
+    assert "64 numbers, 32 B" in ckpttool_here("inspect", source, "--tensor", "*four").stdout
+    (row,) = json.loads(ckpttool_here("inspect", source, "--tensor", "*.w", "--json").stdout)
+    assert row["numbers"] == 2048 and row["bytes"] == 1536
+    ckpttool.convert(source, tmp_path / "folder", to="hf", cast={"*.b": "bf16"})
+    how: dict[str, Any]
+    for how, name in (({"dtype": "bf16"}, "model.six"), ({"cast": {"*four": "fp32"}}, "model.four")):
+        with pytest.raises(Unsupported, match=rf'"{name}" is f.*, \d numbers in \d bytes, which ckpttool copies'):
+            ckpttool.convert(source, tmp_path / "cast", to="hf", **how)
+    assert not (tmp_path / "cast").exists()
     ckpttool.convert(source, tmp_path / "out.safetensors", workers=2)
     ckpttool.export(source, tmp_path / "a.tar.zst")
     ckpttool.restore(tmp_path / "a.tar.zst", tmp_path / "restored", to="hf")
