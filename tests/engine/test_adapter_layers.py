@@ -173,6 +173,24 @@ def test_experts_are_what_peft_merges(peft: Any, tmp_path: Path, transposed: boo
 
 
 @pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(
+    ("to", "world"), [("fsdp1", 3), ("zero3", 3), ("zero1", 2), ("universal", None), ("audit", None)]
+)
+def test_the_adapter_of_experts_comes_out_of_every_layout(
+    peft: Any, tmp_path: Path, to: str, world: int | None
+) -> None:
+    config = peft.LoraConfig(r=2, lora_alpha=3, target_modules=[], target_parameters=BOTH)
+    model = adapted(peft, Moe(torch.float32), tmp_path, config)
+    torch.save({"model": model.state_dict()}, tmp_path / "x.pt")
+    source, where = tmp_path / ("x.tar.zst" if to == "audit" else "folder"), str(tmp_path / "adapter")
+    ckpttool.convert(tmp_path / "x.pt", source, to=to, world_size=world)
+    ckpttool.adapter_extract(source, tmp_path / "out", adapter_config=where)
+    assert (tmp_path / "out" / ADAPTER).read_bytes() == (tmp_path / "adapter" / ADAPTER).read_bytes()
+    ckpttool.adapter_merge(source, tmp_path / "merged.safetensors", adapter_config=where, only=["model"])
+    assert_same(tmp_path / "merged.safetensors", model.merge_and_unload().state_dict())
+
+
+@pytest.mark.filterwarnings("ignore")
 def test_a_large_stack_is_computed_a_few_experts_at_a_time(
     peft: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -261,7 +279,7 @@ def test_the_experts_of_an_old_peft_are_read_as_it_did(tmp_path: Path, version: 
         ({"w1": (4, 4, 5)}, {"experts": (5, 6, 4)}, {}, Corrupt, "do not fit"),
         ({"w1": (3, 4, 5)}, {"experts": (5, 9, 4)}, {}, Corrupt, 'gives "experts.w1" the rank 2, but its lora_A has 3 rows'),
         ({"w1": (3, 4, 5)}, {"experts": (5, 6, 4)}, {"target_parameters": "w1"}, Corrupt, "not a list of names"),
-        ({"w1": (3, 4, 5)}, {"experts": (5, 6, 4)}, {"target_parameters": ["w2"]}, Unsupported, 'belongs to "experts.weight", which the base'),
+        ({"w1": (3, 4, 5)}, {"experts": (5, 6, 4)}, {"target_parameters": ["w2"]}, Unsupported, r'is of a parameter of "experts" \(target_parameters: w2\), and the base model has none of them there'),
         ({"w1": (3, 4, 5)}, {"experts": (5, 6, 4)}, {"use_dora": True}, Corrupt, "has no lora_magnitude_vector"),
     ],
 )  # fmt: skip
