@@ -44,7 +44,7 @@ __all__ = ["MergedCheckpoint", "open_merged"]
 
 _TORCH_BYTES = 256 << 20  # what importing torch takes
 #: As much of a stack of matrices is computed at once as this; PEFT multiplies all at once, with the same bits.
-_STACK_BYTES = 64 << 20
+_STACK_BYTES = 32 << 20
 #: Of a base model; others, such as int8, are those of a quantised one.
 _FLOATING = ("float64", "float32", "float16", "bfloat16")
 #: Modules that models tie to each other.

@@ -134,6 +134,14 @@ def test_the_adapter_of_a_grouped_convolution_is_taken_out_and_not_merged(peft: 
         ckpttool.adapter_merge(tmp_path / "base", tmp_path / "merged", adapter=tmp_path / "adapter")
 
 
+@pytest.mark.filterwarnings("ignore")
+def test_attention_with_one_tensor_for_three_is_refused_by_its_name(peft: Any, tmp_path: Path) -> None:
+    net = Net(torch.float32, attention=lambda: torch.nn.MultiheadAttention(4, 2))
+    adapted(peft, net, tmp_path, peft.LoraConfig(r=2, target_modules=["attention"]))
+    with pytest.raises(Unsupported, match="is of a MultiheadAttention, which ckpttool does not merge"):
+        ckpttool.adapter_merge(tmp_path / "base", tmp_path / "merged", adapter=tmp_path / "adapter")
+
+
 # -------------------------------------------------------------------------------------------------------------- experts
 
 
