@@ -427,11 +427,12 @@ def _update_module(one: _Adapter, wrapper: str, base: Shapes) -> Update:
     if f"{module}.in_proj_weight" in base:
         raise Unsupported(f'"{kinds["a"]}" is of a MultiheadAttention, which ckpttool does not merge. {USE_PEFT}')
     if f"{module}.weight" not in base and (wanted := one.config.get("target_parameters")):
+        held = [n for n in base if n.startswith(f"{module}.")] or [*base]
         raise Unsupported(
             f'"{kinds["a"]}" is of a parameter of "{module}" (target_parameters: {", ".join(map(str, wanted))[:80]}), '
-            f'and the base model has none of them there; its first tensor is "{next(iter(base), None)}". Give the '
-            "model that the adapter was trained on. Experts that the Hub has one by one are stacked where "
-            f"{argument('config')} tells the model, and transformers is installed."
+            f"and the base model has none of them there, but {', '.join(held[:2])}. Give the model that the adapter is "
+            f"of: codes are first dequantised ({argument('dequantize')} of convert); experts that the Hub has "
+            f"one by one are stacked where {argument('config')} tells the model, and transformers is installed."
         )
     a, b = one.saved[kinds["a"]], one.saved[kinds["b"]]
     name = _require_target(f"{module}.weight", kinds["a"], base)

@@ -287,7 +287,7 @@ def test_the_experts_of_an_old_peft_are_read_as_it_did(tmp_path: Path, version: 
         ({"w1": (4, 4, 5)}, {"experts": (5, 6, 4)}, {}, Corrupt, "do not fit"),
         ({"w1": (3, 4, 5)}, {"experts": (5, 9, 4)}, {}, Corrupt, 'gives "experts.w1" the rank 2, but its lora_A has 3 rows'),
         ({"w1": (3, 4, 5)}, {"experts": (5, 6, 4)}, {"target_parameters": "w1"}, Corrupt, "not a list of names"),
-        ({"w1": (3, 4, 5)}, {"experts": (5, 6, 4)}, {"target_parameters": ["w2"]}, Unsupported, r'is of a parameter of "experts" \(target_parameters: w2\), and the base model has none of them there'),
+        ({"w1": (3, 4, 5)}, {"experts": (5, 6, 4)}, {"target_parameters": ["w2"]}, Unsupported, r'is of a parameter of "experts" \(target_parameters: w2\), and the base model has none of them there, but experts.w1\. Give'),
         ({"w1": (3, 4, 5)}, {"experts": (5, 6, 4)}, {"use_dora": True}, Corrupt, "has no lora_magnitude_vector"),
     ],
 )  # fmt: skip
