@@ -187,10 +187,14 @@ def _describe_adapter(ckpt: Checkpoint, source: Source | None) -> dict[str, Any]
     except CkpttoolError:  # damaged, or it cannot be listed; the weights are what is looked at
         beside = None
     config = {} if beside is None else beside[0]
-    base = config.get("base_model_name_or_path")
+    base, ranks = config.get("base_model_name_or_path"), sorted(found.ranks)
+    if config.get("target_parameters"):  # the tensors of a stack have its rank times the number of its matrices
+        patterns = config.get("rank_pattern")
+        said = [config.get("r"), *(patterns.values() if isinstance(patterns, dict) else ())]
+        ranks = sorted({r for r in said if type(r) is int}) or ranks
     return {
         "only": found.alone,
-        "ranks": sorted(found.ranks),
+        "ranks": ranks,
         "modules": found.modules,
         "names": [n for n in found.names if n],
         "base_model": base if isinstance(base, str) else None,

@@ -283,10 +283,11 @@ def find_parameters(
     for wrapper in wrappers if wanted else ():
         nested.setdefault(base_name(wrapper), []).append(wrapper)
     named: dict[str, list[str]] = {}
+    ends = frozenset(wanted)
     for n in base if wanted else ():
-        module = n.rpartition(".")[0]
-        if any(f".{n}".endswith(f".{end}") for end in wanted):
-            named.setdefault(module, []).append(n)
+        parts = n.split(".")
+        if any(".".join(parts[i:]) in ends for i in range(len(parts))):
+            named.setdefault(n.rpartition(".")[0], []).append(n)
     out: dict[str, tuple[str, bool]] = {}
     for module, names in named.items():
         here = nested.get(module, [])

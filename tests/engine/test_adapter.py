@@ -117,6 +117,10 @@ CASES: dict[str, tuple[Callable[[torch.dtype], Any], dict[str, Any]]] = {
     "experts, transposed": (gpt_oss, {"target_modules": ["q_proj"], "target_parameters": EXPERTS}),
     "experts, one of them": (one_expert, {"target_modules": [], "target_parameters": EXPERTS}),
     "parameters of linear layers": (llama, {"target_modules": ["v_proj"], "target_parameters": ["q_proj.weight"]}),
+    "tied, one adapter": (
+        tied_llama, {"target_modules": ["q_proj", "embed_tokens"], "ensure_weight_tying": True}),
+    "tokens, kept tied": (
+        tied_llama, {"target_modules": QV, "trainable_token_indices": [9, 4], "ensure_weight_tying": True}),
     "tokens": (llama, {"target_modules": QV, "trainable_token_indices": [130, 0, 7], "modules_to_save": ["norm"]}),
     "tokens of two": (llama, {"target_modules": QV, "trainable_token_indices": {"embed_tokens": [3], "lm_head": [9, 4]}}),
     "tokens, tied": (tied_llama, {"target_modules": QV, "trainable_token_indices": [5, 2]}),

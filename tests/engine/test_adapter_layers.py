@@ -100,7 +100,11 @@ def check_both_ways(peft: Any, net: torch.nn.Module, at: Path, config: Any, **ho
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("how", [{}, {"use_dora": True}, {"use_rslora": True, "r": 1}], ids=["plain", "dora", "rank 1"])
+@pytest.mark.parametrize(
+    "how",
+    [{}, {"use_dora": True}, {"use_rslora": True, "r": 1}, {"lora_bias": True, "target_modules": [*KERNELS][1:]}],
+    ids=["plain", "dora", "rank 1", "biases"],
+)
 def test_convolutions_are_what_peft_merges(peft: Any, tmp_path: Path, how: dict[str, Any]) -> None:
     for k, (dtype, autocast) in enumerate(
         ((torch.float32, False), (torch.bfloat16, False), (torch.bfloat16, True), (torch.float16, False))
@@ -274,6 +278,12 @@ def test_the_experts_of_an_old_peft_are_read_as_it_did(tmp_path: Path, version: 
     torch.testing.assert_close(
         load_file(tmp_path / "out.safetensors")["experts.down_proj"], base["experts.down_proj"] + delta
     )
+
+
+def test_inspect_says_the_rank_of_one_expert(tmp_path: Path) -> None:
+    moe_folder(tmp_path, {"down_proj": (3, 5, 7)}, {"experts": (7, 6, 5)})
+    found = ckpttool.inspect(tmp_path / "adapter").adapter
+    assert found is not None and found["ranks"] == [2] and found["modules"] == 1
 
 
 @pytest.mark.parametrize(
