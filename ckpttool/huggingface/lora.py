@@ -104,6 +104,8 @@ KNOWN = frozenset(
         *REFUSED,
     }
 )
+#: Names of the LoRA of a stack, or of parameters of one module; nothing shows that of another parameter.
+_OF_STACK = re.compile(r"\.(base_layer|experts)\.lora_")
 #: Fields of a TRAINABLE_TOKENS adapter, which has no LoRA.
 _OF_TOKENS = frozenset(("token_indices", "init_weights"))
 #: Values of init_lora_weights that take a part of the base weights into the adapter before training begins.
@@ -181,7 +183,7 @@ def make_config(saved: Shapes, *, lora_alpha: float, rslora: bool, base_model: s
         Unsupported: it has no lora_A, or a tensor of a kind that is not known.
     """
     modules = group_by_wrapper(saved)
-    if shown := next((n for n in saved if TOKENS in n.split(".") or ".base_layer.lora_" in n), None):
+    if shown := next((n for n in saved if TOKENS in n.split(".") or _OF_STACK.search(n)), None):
         raise Unsupported(
             f'"{shown}": which tokens were trained (trainable_token_indices), or which parameters (target_parameters) '
             f"and with which rank, is in adapter_config.json alone. Give it with {argument('adapter_config')}."

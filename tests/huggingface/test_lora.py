@@ -91,6 +91,9 @@ def test_a_made_config_needs_the_matrices() -> None:
     assert re.search(r'"lora_alpha": 4,', lora.encode_config(
         lora.make_config(names("base_model.model.q.lora_A.weight"), lora_alpha=4.0, rslora=False, base_model=None)
     ).decode())  # fmt: skip
+    for stack in ("mlp.experts.base_layer", "mlp.experts"):
+        with pytest.raises(Unsupported, match=r"which parameters .target_parameters. and with which rank"):
+            lora.make_config(names(f"{stack}.lora_A.weight"), lora_alpha=4, rslora=False, base_model=None)
     with pytest.raises(Corrupt, match="cannot be multiplied"):
         lora_changes.plan_changes(
             {"": {"q.lora_A.weight": (3, 4), "q.lora_B.weight": (5, 2)}},
