@@ -139,6 +139,12 @@ class OpenOptions:
         "Components to use: model, optim, scheduler, scaler, rng, dataloader, trainer, extra.",
         metavar="model,optim,...",
     )
+    weights: str | None = option(
+        None,
+        "Which weights are the model: the key of averages that the trainer keeps (ema, ...), a file beside the "
+        "checkpoint, or schedule-free-x. `ckpttool inspect` lists them.",
+        metavar="KEY",
+    )
     config: str | None = option(
         None,
         "Hugging Face model of the same architecture: a folder with config.json, or a model id.",
@@ -171,6 +177,11 @@ class OpenOptions:
                 raise UsageError(f"{name}={value!r} is a string; give a list of strings, such as [{value!r}].")
             if value is not None:
                 object.__setattr__(self, name, tuple(value))
+        if self.weights is not None and (self.salvage or set(self.only or ("model",)) != {"model"}):
+            raise UsageError(
+                f"{argument('weights', self.weights)} makes a model of weights alone; it goes with neither "
+                f"{argument('salvage', True)} nor components other than the model in {argument('only')}."
+            )
         if self.fill_from is not None and not self.salvage:
             raise UsageError(
                 f"{argument('fill_from')} fills in what a damaged checkpoint has lost; it goes with "
@@ -363,6 +374,7 @@ class PlanKeywords(_Writing, ReadKeywords, total=False):
     """Keywords of `plan`."""
 
     only: Iterable[str] | None
+    weights: str | None
     salvage: bool
     fill_from: str | os.PathLike[str] | None
 
@@ -401,6 +413,7 @@ class RestoreKeywords(_Running, Hints, total=False):
 class PushKeywords(_Casting, ReadKeywords, total=False):
     """Keywords of `push` that `convert` has, too."""
 
+    weights: str | None
     progress: Progress
 
 

@@ -37,7 +37,7 @@ __all__ = ["doctor"]
         5: "it is sound, but does not fit --like",
     },
 )
-@add_shared_options("only", "like", "allow_equal_ranks", "allow_mixed_steps")
+@add_shared_options("only", "weights", "like", "allow_equal_ranks", "allow_mixed_steps")
 def doctor(
     path: Src,
     reading: OpenOptions,

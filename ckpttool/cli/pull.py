@@ -38,7 +38,7 @@ _ONLY_OF_CONVERT = (
     exits=(*READING, 5, 6),
     meaning={5: "what was read is not what was pushed"},
 )
-@add_shared_options(*_ONLY_OF_CONVERT, to=DEFAULT_LAYOUT)
+@add_shared_options("weights", *_ONLY_OF_CONVERT, to=DEFAULT_LAYOUT)
 def pull(
     ctx: typer.Context,
     repository: Annotated[

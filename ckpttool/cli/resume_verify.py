@@ -56,7 +56,7 @@ __all__ = ["resume_verify"]
         12: "the checkpoint does not fit the job",
     },
 )
-@add_shared_options("only")
+@add_shared_options("only", "weights")
 def resume_verify(
     reading: OpenOptions,
     request: VerifyRequest,

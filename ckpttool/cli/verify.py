@@ -32,7 +32,7 @@ __all__ = ["verify"]
     exits=(*READING, 5),
     meaning={5: "it differs from what was recorded, or from --against"},
 )
-@add_shared_options()
+@add_shared_options("weights")
 def verify(
     path: Src,
     reading: OpenOptions,

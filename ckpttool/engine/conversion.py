@@ -113,6 +113,8 @@ def convert(src: CheckpointPath, dst: str | os.PathLike[str], **keywords: Unpack
             and defaults.
         world_size: ranks of the job that will load it, at least 1; those of the source where None.
         only: components to convert (["model", "optim"]); all where None.
+        weights: which weights are the model: the key of an average ("ema"), a file beside the checkpoint, or
+            "schedule-free-x"; nothing else is in it then. As the trainer saved it where None.
         dtype: floating-point dtype of the weights ("bf16", "fp16", "fp32", "keep"); optimizer state keeps its own.
             "keep" where None.
         cast: {glob of tensor names: dtype}, stronger than `dtype`; the last that matches counts.

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Iterator
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Unpack
 
 from ..errors import Differs, UsageError, argument
@@ -114,6 +114,7 @@ def diff(
     rtol: float = 0.0,
     atol: float = 0.0,
     only: Iterable[str] | None = None,
+    weights: str | None = None,
     map: str | os.PathLike[str] | None = None,
     workers: WorkersSpec = None,
     progress: Progress = silent,
@@ -129,6 +130,7 @@ def diff(
         a, b: two folders, files or URLs.
         rtol, atol: relative and absolute tolerance; 0 where not given.
         only: components to compare (["model"]); all where None.
+        weights: which weights of `a` are its model, as `open` takes it; of `b`, the model is compared then.
         source_layout: layout of those of the two that may be of this one, where the files alone do not tell.
         config, like, flat_layout, wrap, tag: as `open`, for those of the two whose layout uses them.
         map: a name map, as `convert` takes it, that `a` goes through first. One process compares then.
@@ -141,8 +143,10 @@ def diff(
             not looked into.
     """
     # to look at copies and mixtures is what diff is for
-    options = OpenOptions(only=only, allow_equal_ranks=True, allow_mixed_steps=True, **reading)
+    options = OpenOptions(only=only, weights=weights, allow_equal_ranks=True, allow_mixed_steps=True, **reading)
     of_each = [drop_other_layout(path, options) for path in (a, b)]
+    if weights is not None:
+        of_each[1] = replace(of_each[1], only=("model",), weights=None)
     if options.source_layout is not None and not any(one.source_layout for one in of_each):
         raise UsageError(f"{argument('source_layout', options.source_layout)}: neither {a} nor {b} is of this layout.")
     with open_checkpoint(a, of_each[0], check_hints=False) as x, open_checkpoint(b, of_each[1], check_hints=False) as y:

@@ -9,10 +9,10 @@ import io
 import os
 import re
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any, Unpack
 
-from ..errors import CkpttoolError
+from ..errors import CkpttoolError, argument
 from ..formats.shown_values import instances_in, readable
 from ..huggingface import encodings, lora, model_files
 from ..index.checkpoint import PACKED, Checkpoint, TensorEntry, orphaned_optimizer_state, unnamed_optimizer_state
@@ -26,6 +26,7 @@ from ..storage.source import Source
 from .discover.next_steps import next_step
 from .discover.unread_files import human, listed
 from .opening import CheckpointPath, OpenOptions, open_checkpoint, show_path
+from .weights import describe_weight_sets
 
 if TYPE_CHECKING:
     from rich.console import Console, RenderableType
@@ -52,7 +53,8 @@ class Summary:
     that the layout does not read, as `Unread.to_json` has them; `adapter` {"only": whether no base model is there,
     "ranks", "modules", "names", "base_model"} of LoRA, None without one; `encoding` {"weights": how many are codes with
     scales, "of": of how many, "schemes": {scheme: weights}, "faults": sentences about what is not whole, "method": the
-    quant_method of config.json, None without one}, None where no weight is codes; `next` one line: whether its trainer
+    quant_method of config.json, None without one}, None where no weight is codes; `weights` the sets of weights besides
+    the model, {"key", "tensors", "bytes", "what", "option"}, the option being what exports one; `next` one line: whether its trainer
     resumes from it as it is, and the command for what it does not.
     """
 
@@ -73,6 +75,7 @@ class Summary:
     next: str
     adapter: dict[str, Any] | None = None
     encoding: dict[str, Any] | None = None
+    weights: list[dict[str, Any]] = field(default_factory=list)
 
     def to_json(self) -> dict[str, Any]:
         """Convert to plain data."""
@@ -100,6 +103,7 @@ def inspect(
     path: CheckpointPath,
     *,
     only: Iterable[str] | None = None,
+    weights: str | None = None,
     **reading: Unpack[Search],
 ) -> Summary:
     """Summarise a checkpoint: layout, ranks, step, components, parameters, dtypes, optimizer and what is missing; reads
@@ -108,7 +112,7 @@ def inspect(
     Args:
         (all): as `open`.
     """
-    options = OpenOptions(only=only, allow_equal_ranks=True, allow_mixed_steps=True, **reading)
+    options = OpenOptions(only=only, weights=weights, allow_equal_ranks=True, allow_mixed_steps=True, **reading)
     with open_checkpoint(path, options, needed=lambda component: False) as opened:
         return summarise(opened.checkpoint, show_path(path), opened.source, opened.only)
 
@@ -156,6 +160,7 @@ def summarise(
         next=next_step(ckpt, urls.redact_url(os.fspath(path)) if urls.is_url(path) else os.fspath(path)),
         adapter=_describe_adapter(ckpt, source),
         encoding=_describe_encoding(ckpt, source),
+        weights=describe_weight_sets(ckpt) if ckpt.derived is None else [],
     )
 
 
@@ -264,7 +269,7 @@ def _list_notes(ckpt: Checkpoint) -> list[str]:
     x = "x, the averaged weights to evaluate and to publish (optimizer.eval() was called before the save)"
     y = "y, at which gradients are taken, and not x, the averaged ones to evaluate and to publish"
     which = {
-        frozenset((True,)): f"{y}: call optimizer.eval() before the save to get those",
+        frozenset((True,)): f"{y}: {argument('weights', 'schedule-free-x')} exports those",
         frozenset((False,)): x,
     }.get(
         frozenset(modes), "x after optimizer.eval(), and y after optimizer.train(): the param groups do not say which"
@@ -431,6 +436,12 @@ def draw_summary(s: Summary) -> RenderableType:
                 f"{k} {g[k]}" for k in ("lr", "weight_decay", "betas", "momentum", "eps") if g.get(k) is not None
             )
             parts.append(Text(printable(f"  group {i}: {g.get('parameters', '?')} parameters, {shown}")))
+    for w in s.weights:
+        line = Text("weights ", style="bold")
+        many = "" if w["tensors"] is None else f"{w['tensors']:,} tensors, "
+        size = "" if w["bytes"] is None else f"{human(w['bytes'])}, "
+        line.append(printable(f"{w['key']}: {many}{size}{w['what']}; exported by {w['option']}"), style="default")
+        parts.append(line)
     for text in s.missing:
         parts.append(Text.assemble(("-", "yellow"), " ", printable(text)))
     for text in s.notes:

@@ -289,6 +289,7 @@ def open(
     path: CheckpointPath,
     *,
     only: Iterable[str] | None = None,
+    weights: str | None = None,
     **reading: Unpack[ReadKeywords],
 ) -> OpenCheckpoint:
     """Read the index of a checkpoint in any layout and prove it sound; no tensor byte is read.
@@ -297,6 +298,8 @@ def open(
         path: a folder, a file, or the URL of one.
         source_layout: its layout, where the files alone do not tell.
         only: components to keep (["model", "optim"]); all where None.
+        weights: which weights are the model: the key of an average ("ema"), a file beside the checkpoint, or
+            "schedule-free-x"; nothing else is in it then. As the trainer saved it where None.
         config: folder or id of a Hugging Face model with the same architecture.
         like: another checkpoint of the same model; it says about the parameters what this one does not: names, order,
             shapes. flat_layout, wrap: file with what `describe_fsdp1` returned in the job; patterns of the modules that
@@ -311,7 +314,7 @@ def open(
             latest.
         UsageError: an argument makes no sense.
     """
-    options = OpenOptions(only=only, **reading)
+    options = OpenOptions(only=only, weights=weights, **reading)
     opened = open_checkpoint(path, options)
     opened.source.is_users = True
     return opened
@@ -336,7 +339,7 @@ def open_checkpoint(
     Raises:
         CkpttoolError: what `open` raises; the files are closed then.
     """
-    only = None if options.only is None else tuple(options.only)
+    only = None if options.only is None or options.weights is not None else tuple(options.only)
     model = model or model_of(options)
     raise_file_limit()
     where = path if isinstance(path, layouts.Place) else layouts.place(path)
@@ -400,7 +403,7 @@ def open_checkpoint(
     except BaseException:
         where.source.close()
         raise
-    return OpenCheckpoint(
+    opened = OpenCheckpoint(
         checkpoint=ckpt,
         source=where.source,
         layout=found,
@@ -412,6 +415,15 @@ def open_checkpoint(
         of_layout=of_layout,
         _record=[record],
     )
+    if options.weights is None:
+        return opened
+    from .weights import choose_weights
+
+    try:
+        return choose_weights(opened, options.weights, options)
+    except BaseException:
+        opened.source.close()
+        raise
 
 
 def _note_unread_files(ckpt: Checkpoint, where: layouts.Place, layout: layouts.Layout) -> Checkpoint:

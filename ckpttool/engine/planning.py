@@ -457,7 +457,7 @@ def _refuse_loss(opened: OpenCheckpoint, draft: Draft, target: layouts.Layout, h
         Unsupported: with the first entry that would be lost.
     """
     behind = [d for d in opened.left_behind if d.name.partition(".")[0] != "model"]
-    if behind and (not holds or any(d.name.partition(".")[0] in holds for d in behind)):
+    if behind and opened.checkpoint.derived is None and (not holds or any(d.name.partition(".")[0] in holds for d in behind)):
         raise Unsupported(_explain_training_state(behind))
     lost = [d for d in draft.dropped if not holds or d.name.partition(".")[0] in holds]
     if lost:

@@ -190,6 +190,7 @@ def make_record(planned: Plan, wanted: Mapping[str, TensorEntry], digests: Mappi
             **({"recorded_digests": "ignored"} if ckpt.ignored_digests else {}),
         },
         **({"merged": ckpt.merged} if ckpt.merged else {}),
+        **(ckpt.derived or {}),
         "digest": state_roots(
             replace(ckpt, tensors={n: t for n, t in wanted.items() if n not in rebuilt}, values=held), digests
         ),

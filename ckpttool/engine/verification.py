@@ -66,6 +66,7 @@ def digest(
     path: CheckpointPath,
     *,
     only: Iterable[str] | None = None,
+    weights: str | None = None,
     workers: WorkersSpec = None,
     progress: Progress = silent,
     **reading: Unpack[ReadKeywords],
@@ -78,7 +79,7 @@ def digest(
         progress: called with ("digest", bytes done, bytes in all), and before with "prove" if tensors have no names
             until they are read. (the others): as `open`.
     """
-    options = OpenOptions(only=only, **reading)
+    options = OpenOptions(only=only, weights=weights, **reading)
     with open_checkpoint(path, options) as opened, workers_for_reading(workers, path, opened.checkpoint.nbytes) as crew:
         with reporting(progress):
             ckpt = opened.locate()

@@ -46,7 +46,7 @@ _OF_WHOLE_STATES = (
     exits=(*READING, 5, 6),
     meaning={3: "no adapter, or no adapter_config.json", 5: "the result, read back, differs"},
 )
-@add_shared_options("only", *_OF_WHOLE_STATES)
+@add_shared_options("only", "weights", *_OF_WHOLE_STATES)
 def extract(
     src: Src,
     dst: Annotated[

@@ -46,7 +46,7 @@ class MergeCommand(LayoutCommand):
     exits=(*READING, 5, 6),
     meaning={3: "cannot be merged exactly; training state would be left out", 5: "the result, read back, differs"},
 )
-@add_shared_options(*_OF_TRAINING)
+@add_shared_options("weights", *_OF_TRAINING)
 def merge(
     ctx: typer.Context,
     paths: Annotated[

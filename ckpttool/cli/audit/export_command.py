@@ -91,7 +91,7 @@ def _source_date_epoch(reproducible: bool) -> int | None:
     exits=(*READING, 5, 6),
     meaning={5: "the archive, read back, differs", 6: "the archive exists, or must be kept"},
 )
-@add_shared_options(*_NOT_OF_ARCHIVES)
+@add_shared_options("weights", *_NOT_OF_ARCHIVES)
 def export(
     src: Src,
     dst: Annotated[

@@ -47,7 +47,7 @@ _NOT_OF_ARCHIVES = (
     exits=(*READING, 5, 6),
     meaning={4: "damaged", 5: "the state is not the one in the manifest"},
 )
-@add_shared_options(*_NOT_OF_ARCHIVES)
+@add_shared_options("weights", *_NOT_OF_ARCHIVES)
 def restore(
     ctx: typer.Context,
     archive: ArchivePath,

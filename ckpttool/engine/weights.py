@@ -1,0 +1,457 @@
+"""`--weights KEY`: which weights of a checkpoint are the model.
+
+    extra.ema.w    ->   model.w          averages and other copies, where they lie
+    y, z           ->   model.w = x      schedule-free: lerp(y, z, 1 - 1/beta1), computed as it is read
+
+The result is a model with its names and nothing of a training: the optimizer belongs to the weights that were trained.
+Sets of weights are found by names and shapes (index/weight_sets.py), also in files beside the checkpoint, such as
+ema.pt.
+
+x has the bits that `optimizer.eval()` of schedulefree gives where torch's lerp uses fused multiply-add, as it does on
+all CPUs with AVX2 and on GPUs: weights in bf16 and fp16 are computed in fp32 and rounded once.
+
+Sources: schedulefree 1.4 (adamw_schedulefree.py, sgd_schedulefree.py, radam_schedulefree.py: eval and train),
+aten/src/ATen/native/Lerp.h of torch 2.13.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+from ..errors import CkpttoolError, Corrupt, Unsupported, UsageError, argument
+from ..index.checkpoint import Checkpoint, TensorEntry, joined
+from ..index.composites import composites
+from ..index.draft import Dropped
+from ..index.optimizers import find_optimizers
+from ..index.weight_sets import OF_TRAINING, WeightSet, find_weight_sets, is_average, match_key
+from ..options import OpenOptions
+from ..printable import count_noun, list_first
+from ..storage.overlay import ComputedSource, JoinedSource, name_in_joined
+from .computed_files import BoxReader, ComputedFiles, cast_array
+from .copy.fill import silent
+from .copy.tensor_digests import tensor_digests
+from .merging import MergedCheckpoint
+from .opening import OpenCheckpoint, open_checkpoint
+
+if TYPE_CHECKING:
+    from .copy.dtypes import Array
+
+__all__ = ["choose_weights", "describe_weight_sets", "equal_tensors"]
+
+#: What names the weights of a schedule-free optimizer.
+_FREE = {f"schedule-free-{name}": name for name in "xyz"}
+_FILES = (".pt", ".pth", ".bin", ".ckpt", ".safetensors", ".pkl", "/")
+_NOT_CARRIED = "it is of the training, and not of the weights that were chosen"
+
+
+# ------------------------------------------------------------------------------------------------------------ choosing
+
+
+def choose_weights(opened: OpenCheckpoint, key: str, options: OpenOptions) -> MergedCheckpoint:
+    """Return an open checkpoint whose model is a set of its weights; to close it closes `opened`.
+
+    Args:
+        opened: the whole state.
+        key: what names the set.
+        options: how `opened` was opened, for files beside it.
+
+    Raises:
+        UsageError: no set of weights has such a name, or several.
+        Unsupported: the set is not whole, or is made of codes.
+    """
+    ckpt = opened.locate()
+    if key in _FREE or (key in ("x", "y") and _is_schedule_free(ckpt)):
+        return _choose_schedule_free(opened, _FREE.get(key, key))
+    sets = find_weight_sets(ckpt)
+    whole = [k for k, s in sets.items() if s.is_whole]
+    keys = match_key(key, whole)
+    if not keys and _model_is_average(sets) and (key == "average" or (is_average(key) and len(key) > 1)):
+        chosen = WeightSet("state_dict", {t.local_name: t for t in ckpt.tensors.values() if t.component == "model"})
+        return _export(opened, chosen, "the model of the checkpoint is the average already")
+    if not keys and (beside := _find_beside(opened, key)):
+        opened = _join_beside(opened, beside, options)
+        sets = find_weight_sets(opened.checkpoint)
+        whole = [k for k, s in sets.items() if s.is_whole]
+        names = [k for k in whole if k == beside.rstrip("/") or k.startswith(beside.rstrip("/") + ".")]
+        keys = names if len(names) < 2 else match_key(key, [k for k in names if is_average(k.removeprefix(beside))])
+    if len(keys) == 1:
+        return _export(opened, sets[keys[0]])
+    raise _explain_no_set(opened, key, sets, keys)
+
+
+def _model_is_average(sets: Mapping[str, WeightSet]) -> bool:
+    """Tell whether the model is an average itself, as Lightning's WeightAveraging saves it."""
+    return OF_TRAINING in sets
+
+
+def _explain_no_set(
+    opened: OpenCheckpoint, key: str, sets: Mapping[str, WeightSet], keys: list[str]
+) -> UsageError | Unsupported:
+    """Return the error for a key that names no set of weights, several (`keys`), or one that is not whole."""
+    said, root = argument("weights", key), opened.source.root
+    if len(keys) > 1:
+        return UsageError(f"{said}: {root} has {len(keys)} sets of weights of such a name: {', '.join(keys)}. Name one.")
+    partial = match_key(key, [k for k, s in sets.items() if not s.is_whole])
+    if partial:
+        found = sets[max(partial, key=lambda k: len(sets[k].tensors))]
+        of_another_shape = [f'"{n}" is {list(found.tensors[n].shape)}' for n in found.reshaped]
+        what = [
+            *([f"it lacks {count_noun(len(found.missing), 'parameter')}: {list_first(found.missing, 8)}"] if found.missing else []),
+            *([f"{count_noun(len(found.reshaped), 'tensor')} have another shape, first {of_another_shape[0]}"] if found.reshaped else []),
+        ]
+        return Unsupported(
+            f'{said}: "{found.key}" holds {count_noun(len(found.tensors), "tensor")} with names of the model, but is not '
+            f"the whole of it: {'; '.join(what)}. A model of two sets of weights would be neither of them."
+        )
+    have = [k for k, s in sets.items() if s.is_whole]
+    have += list(_FREE)[:1] if _is_schedule_free(opened.checkpoint) else []
+    have += list(_averages_beside(opened.checkpoint))
+    there = f"it holds {', '.join(have)}" if have else "it holds no weights besides those of the model"
+    return UsageError(f"{said}: {root} has no set of weights of such a name; {there}.")
+
+
+def _export(opened: OpenCheckpoint, chosen: WeightSet, note: str = "") -> MergedCheckpoint:
+    """Make a set of weights the model of a checkpoint.
+
+    Args:
+        note: what else is said of it.
+
+    Raises:
+        Unsupported: the set is made of codes.
+    """
+    ckpt = opened.checkpoint
+    if codes := next((n for n, c in composites(ckpt).items() if c.path[0] == "model"), None):
+        raise Unsupported(
+            f'{argument("weights", chosen.key)}: "{codes}" is a quantised tensor, and whether the codes of the two fit '
+            "is not known. Convert the checkpoint as it is, and take the weights with the program that quantised them."
+        )
+    model = {t.local_name: t for t in ckpt.tensors.values() if t.component == "model"}
+    tensors, kept = dict(chosen.tensors), list(chosen.of_model)
+    twins = equal_tensors(opened, {n: model[n] for n in kept}, {n: model[n] for n in tensors if n in model})
+    tensors |= {n: tensors[m] for n, m in twins.items()}  # tied weights of which the set has one name
+    kept = [n for n in kept if n not in twins]
+    if chosen.beside and chosen.key != "module":  # the rest of a model that has the module, too
+        inside = {id(t.chunks) for t in tensors.values()}
+        rest = [n for n, t in model.items() if n not in tensors and n not in kept and id(t.chunks) not in inside]
+        kept += [n for n in rest if not n.startswith(chosen.key + ".")]
+    order = [n for n in model if n in tensors or n in kept] if model and chosen.key != "module" else list(tensors)
+    names = {id(t.chunks): n for n, t in ckpt.tensors.items()}
+    entries = {n: tensors.get(n) or model[n] for n in order}
+    sources = {n: names[id(t.chunks)] for n, t in entries.items()}
+    out = {f"model.{n}": replace(t, path=("model", n)) for n, t in entries.items()}
+    notes = [note] if note else []
+    dtypes = {(model[n].dtype, t.dtype) for n, t in tensors.items() if n in model and model[n].dtype != t.dtype}
+    if dtypes:
+        notes.append("; ".join(f"they are {b}, and the weights of the model {a}" for a, b in sorted(dtypes)))
+    if kept:
+        notes.append(f"{count_noun(len(kept), 'tensor')} that the set lacks are those of the model: {list_first(kept, 8)}")
+    if not model:
+        notes.append("there is no model beside it whose names and shapes it could be compared with")
+    trained = [] if chosen.key in ("state_dict", "module") else [n for n in model if n in tensors]
+    return _finish(opened, chosen.key, out, {f"model.{n}": s for n, s in sources.items()}, notes, len(trained), kept)
+
+
+def _finish(
+    opened: OpenCheckpoint,
+    key: str,
+    tensors: dict[str, TensorEntry],
+    kept: dict[str, str],
+    notes: list[str],
+    replaced: int,
+    of_model: list[str],
+    computed: ComputedFiles | None = None,
+    inputs: frozenset[str] = frozenset(),
+) -> MergedCheckpoint:
+    """Return the checkpoint of chosen weights.
+
+    Args:
+        tensors: {name: tensor} of the model as it is exported.
+        kept: {name of one that is copied: its name in `opened`}.
+        replaced: how many weights of the model stay behind for them.
+        of_model: FQNs that are those of the model.
+        computed: files of weights that are computed, from the tensors `inputs`.
+    """
+    ckpt = opened.checkpoint
+    used = {*kept.values(), *inputs}
+    behind = [Dropped(n, t.nbytes, _NOT_CARRIED) for n, t in ckpt.tensors.items() if n not in used and n not in tensors]
+    values = {n: v for n, v in ckpt.values.items() if v.component == "model"}
+    behind += [Dropped(n, 0, _NOT_CARRIED) for n in ckpt.values if n not in values]
+    parts = dict.fromkeys(d.name.partition(".")[0] for d in behind)
+    said = f'the weights "{key}" are the model now: {count_noun(len(tensors) - len(of_model), "tensor")}'
+    if replaced or behind:
+        left = [f"the {count_noun(replaced, 'weight')} of the model"] if replaced else []
+        left += [f"{count_noun(len(behind), 'entry', 'entries')} of {', '.join(parts)}"] if behind else []
+        said += f"; left behind: {' and '.join(left)}"
+    out = replace(
+        ckpt,
+        tensors=tensors,
+        values=values,
+        origin={},
+        trainer=None,
+        recorded={},
+        rounded={},
+        notes=[*(x for x in ckpt.notes if not x.startswith("the optimizer ")), said, *notes],
+        derived={"weights": {"key": key, "tensors": len(tensors) - len(of_model), "of_model": of_model, "notes": notes}},
+    )
+    source = opened.source
+    if computed is not None:
+        out = replace(out, files=computed.names, sizes=computed.sizes)
+        source = ComputedSource(source, computed.made, (), computed.working_bytes)
+    return MergedCheckpoint(
+        out,
+        source,
+        opened.layout,
+        opened.folder,
+        True,
+        opened.allow_equal_ranks,
+        opened.allow_mixed_steps,
+        only=("model",),
+        left_behind=behind,
+        parts=((opened, inputs),),
+        kept=kept,
+    )
+
+
+def equal_tensors(
+    opened: OpenCheckpoint, some: Mapping[str, TensorEntry], others: Mapping[str, TensorEntry]
+) -> dict[str, str]:
+    """Return {name: the first of `others` with equal bytes} of those of `some` that have one of the same dtype and
+    shape, and at least two dimensions: tied weights that were saved twice. Their bytes are read."""
+    pairs = {n: [m for m, o in others.items() if (o.dtype, o.shape) == (t.dtype, t.shape)] for n, t in some.items()}
+    pairs = {n: of for n, of in pairs.items() if of and len(some[n].shape) > 1}
+    looked_at = {n: some[n] for n in pairs} | {m: others[m] for of in pairs.values() for m in of}
+    ckpt = opened.checkpoint
+    found = tensor_digests(looked_at, opened.source, ckpt.files, ckpt.records, silent) if pairs else {}
+    twins = {n: next((m for m in of if found[m] == found[n]), None) for n, of in pairs.items()}
+    return {n: m for n, m in twins.items() if m is not None}
+
+
+# ------------------------------------------------------------------------------------------------------- files beside
+
+
+def _averages_beside(ckpt: Checkpoint) -> dict[str, int | None]:
+    """Return {name: bytes, None if unknown} of the files and folders beside a checkpoint, that it did not read, whose
+    names say that they are averages."""
+    return {r.name: r.bytes for r in ckpt.unread if r.name.endswith(_FILES) and is_average(r.name)}
+
+
+def _find_beside(opened: OpenCheckpoint, key: str) -> str | None:
+    """Find the file or folder beside a checkpoint that a key names; None where there is none.
+
+    Raises:
+        UsageError: there are several.
+    """
+    rows = [r.name for r in opened.checkpoint.unread if r.name.endswith(_FILES)]
+    bare = {name: name.rstrip("/") for name in rows}
+    for fits in (
+        lambda n: bare[n] == key.rstrip("/"),
+        lambda n: os.path.splitext(bare[n])[0] == key,
+        lambda n: bool(match_key(key, [bare[n]])),
+    ):
+        if found := [n for n in rows if fits(n)]:
+            if len(found) > 1:
+                raise UsageError(
+                    f"{argument('weights', key)}: {len(found)} files beside the checkpoint have such a name: "
+                    f"{', '.join(found)}. Name one."
+                )
+            return found[0]
+    return None
+
+
+def _join_beside(opened: OpenCheckpoint, name: str, options: OpenOptions) -> OpenCheckpoint:
+    """Return a checkpoint with the tensors of a file or folder beside it, below extra.NAME; to close it closes both.
+
+    Raises:
+        CkpttoolError: that cannot be read.
+    """
+    inner = open_checkpoint(f"{opened.source.root}/{name}".rstrip("/"), OpenOptions(config=options.config), check_hints=False)
+    try:
+        theirs = inner.locate()
+    except BaseException:
+        inner.source.close()
+        raise
+    ckpt, n = opened.checkpoint, len(opened.checkpoint.files)
+    moved: dict[str, TensorEntry] = {}
+    for t in theirs.tensors.values():
+        path = ("extra", name.rstrip("/"), *(t.path[1:] if t.component in ("model", "extra") else t.path))
+        moved[joined(path)] = replace(t, path=path, chunks=t.chunks.moved(n) if n else t.chunks)
+    whole = replace(
+        ckpt,
+        tensors=ckpt.tensors | moved,
+        files=[*ckpt.files, *map(name_in_joined, theirs.files)],
+        sizes=[*ckpt.sizes, *theirs.sizes],
+        records=[*ckpt.records, *(r.moved(n) for r in theirs.records)],
+        unread=[r for r in ckpt.unread if r.name != name],
+        notes=[x for x in ckpt.notes if not x.startswith("not read")],
+    )
+    return replace(opened, checkpoint=whole, source=JoinedSource(opened.source, inner.source))
+
+
+# ------------------------------------------------------------------------------------------------------ schedule-free
+
+
+def _is_schedule_free(ckpt: Checkpoint) -> bool:
+    """Tell whether the optimizer is a schedule-free one."""
+    return any(state.name.startswith("schedule-free") for state in find_optimizers(ckpt))
+
+
+@dataclass(frozen=True)
+class _Free:
+    """A parameter of a schedule-free optimizer: its z, the momentum of its group, and whether the weights are y."""
+
+    z: TensorEntry
+    beta: float
+    train_mode: bool
+
+
+def _find_free(ckpt: Checkpoint) -> dict[str, _Free]:
+    """Find the parameters of a schedule-free optimizer that have a z, {FQN: parameter}.
+
+    Raises:
+        Unsupported: the optimizer is another one, or its param groups do not say enough.
+    """
+    if not _is_schedule_free(ckpt):
+        raise Unsupported(
+            f"{argument('weights', 'schedule-free-x')}: the optimizer of {ckpt.root} is not a schedule-free one: its "
+            'state has no "z".'
+        )
+    options: dict[int, dict[str, Any]] = {}
+    for v in ckpt.values.values():
+        if v.option is not None:
+            options.setdefault(v.group, {})[v.option] = v.data
+    out: dict[str, _Free] = {}
+    for i, group in options.items():
+        betas = group.get("betas", (group.get("betas.0", group.get("momentum")),))
+        beta, mode = betas[0], group.get("train_mode")
+        for n in group.get("params", ()):
+            z = ckpt.tensors.get(f"optim.state.{n}.z")
+            if z is None:
+                continue
+            if not isinstance(beta, float) or not 0 < beta < 1 or not isinstance(mode, bool):
+                raise Unsupported(
+                    f"{argument('weights', 'schedule-free-x')}: param group {i} of {ckpt.root} says betas or momentum "
+                    f"{beta!r} and train_mode {mode!r}; both are needed to tell whether the weights are x or y."
+                )
+            out[str(n)] = _Free(z, beta, mode)
+    return out
+
+
+def _choose_schedule_free(opened: OpenCheckpoint, which: str) -> MergedCheckpoint:
+    """Make x, y or z of a schedule-free optimizer the model.
+
+    Args:
+        which: "x", the average to evaluate and publish; "y", where gradients are taken; or "z", the plain iterate.
+
+    Raises:
+        Unsupported: the optimizer is another one, or a weight is of a dtype that is not computed.
+        Corrupt: a z does not have the shape and the dtype of its weight.
+    """
+    ckpt = opened.checkpoint
+    free = _find_free(ckpt)
+    computed, reader = ComputedFiles(ckpt), BoxReader(ckpt, opened.source)
+    tensors: dict[str, TensorEntry] = {}
+    kept: dict[str, str] = {}
+    inputs: set[str] = set()
+    same: dict[tuple[Any, ...], TensorEntry] = {}  # tied weights are computed once
+    for name, t in ckpt.tensors.items():
+        if t.component != "model":
+            continue
+        of = free.get(t.local_name)
+        place = (t.dtype, t.shape, tuple(t.chunks[:]))
+        if of is not None and (of.z.shape, of.z.dtype) != (t.shape, t.dtype):
+            raise Corrupt(f'"{name}" is {t.dtype} {list(t.shape)}, and its z {of.z.dtype} {list(of.z.shape)}.')
+        if of is None and place in same:
+            tensors[name] = replace(same[place], path=t.path)
+        elif of is None or which == ("y" if of.train_mode else "x"):
+            tensors[name], kept[name] = t, name
+        elif which == "z":
+            tensors[name], kept[name] = replace(of.z, path=t.path), joined(of.z.path)
+        else:
+            if t.dtype not in ("float32", "bfloat16", "float16"):
+                raise Unsupported(f'"{name}" is {t.dtype}: schedule-free-{which} is computed of fp32, bf16 and fp16.')
+            weight = 1 - 1 / of.beta if which == "x" else 1 - of.beta
+            chunks = computed.add(name, t.dtype, t.shape, _make_lerp(reader, t, of.z, weight), whole=bool(t.chunks.zstd or of.z.chunks.zstd))
+            tensors[name] = same[place] = replace(t, chunks=chunks)
+            inputs |= {name, joined(of.z.path)}
+    computed.working_bytes += reader.working_bytes
+    modes = {of.train_mode for of in free.values()}
+    is_now = "x" if modes == {False} else "y" if modes == {True} else "x in some groups and y in others"
+    weight_of = {"x": "lerp(y, z, 1 - 1/beta1)", "y": "lerp(x, z, 1 - beta1)", "z": "the optimizer's z"}[which]
+    note = f"the weights in the checkpoint are {is_now}" + (f"; {which} is {weight_of}" if is_now != which else "")
+    bare = [n.removeprefix("model.") for n in tensors if n.removeprefix("model.") not in free]
+    twins = equal_tensors(opened, {n: ckpt.tensors[f"model.{n}"] for n in bare if f"model.{n}" in kept}, {n: ckpt.tensors[f"model.{n}"] for n in free})
+    for n, m in twins.items():  # tied weights that were saved twice
+        tensors[f"model.{n}"] = replace(tensors[f"model.{m}"], path=("model", n))
+        kept.pop(f"model.{n}")
+    of_model = [n for n in bare if f"model.{n}" in kept]
+    replaced = sum(1 for n in tensors if kept.get(n) != n)
+    return _finish(
+        opened, f"schedule-free-{which}", tensors, kept, [note], replaced, of_model, computed, frozenset(inputs)
+    )
+
+
+def _make_lerp(reader: BoxReader, start_of: TensorEntry, end_of: TensorEntry, weight: float) -> Any:
+    """Return a function that computes a box of torch's `start.lerp(end, weight)`."""
+
+    def compute(start: tuple[int, ...], shape: tuple[int, ...]) -> Array:
+        """Compute the box (start, shape)."""
+        a, b = (cast_array(reader.read(t, start, shape), t.dtype, "float32")[0] for t in (start_of, end_of))
+        return cast_array(_lerp(a, b, weight), "float32", start_of.dtype)[0]
+
+    return compute
+
+
+def _lerp(a: Array, b: Array, weight: float) -> Array:
+    """Return a + weight * (b - a) of float32 arrays as torch computes it: from the end that is nearer, with one fused
+    multiply-add. That is done in float64, in which the product is exact, and rounded to odd before it is rounded to
+    float32, so that it is rounded once in all."""
+    import numpy as np
+
+    w = np.float32(weight)
+    near, factor = (a, w) if abs(w) < 0.5 else (b, w - np.float32(1))
+    with np.errstate(all="ignore"):
+        product, base = (b - a).astype("f8") * np.float64(factor), near.astype("f8")
+        total = product + base
+        rest = total - product
+        lost = (product - (total - rest)) + (base - rest)
+        bits = total.view("i8")
+        inexact = (lost != 0) & (bits & 1 == 0) & np.isfinite(total)
+        bits += np.where(inexact, np.where((lost > 0) == (total > 0), 1, -1), 0)
+        out: Array = total.astype("f4")
+    return out
+
+
+# ---------------------------------------------------------------------------------------------------------- describing
+
+
+def describe_weight_sets(ckpt: Checkpoint) -> list[dict[str, Any]]:
+    """Describe the sets of weights of a checkpoint besides its model, for `inspect`: {"key", "tensors", "bytes", "what",
+    "option"}."""
+    out: list[dict[str, Any]] = []
+
+    def add(key: str, tensors: int | None, nbytes: int | None, what: str) -> None:
+        """Add a row."""
+        out.append({"key": key, "tensors": tensors, "bytes": nbytes, "what": what, "option": argument("weights", key)})
+
+    sets = find_weight_sets(ckpt) if any(t.component == "model" for t in ckpt.tensors.values()) else {}
+    for key, s in sets.items():
+        if s.is_whole:
+            nbytes = sum(t.nbytes for t in s.tensors.values())
+            if key == OF_TRAINING:
+                what = "the weights that were trained; the model is their average"
+            else:
+                what = "average" if is_average(key) else "weights besides the model"
+            add(key, len(s.tensors), nbytes, what)
+    if _is_schedule_free(ckpt):
+        try:
+            free = _find_free(ckpt)
+        except CkpttoolError:
+            free = {}
+        if any(of.train_mode for of in free.values()):
+            add("schedule-free-x", len(free), sum(of.z.nbytes for of in free.values()), "average, computed of y and z")
+    for name, nbytes in _averages_beside(ckpt).items():
+        add(name, None, nbytes, "beside the checkpoint, by its name an average")
+    return out

@@ -1,0 +1,252 @@
+"""Sets of weights that a checkpoint holds besides its model: averages that trainers keep, and the trained weights where
+the model is the average.
+
+    extra.ema.<fqn>, extra.ema_model.module.<fqn>         a dict of tensors under any keys, wrapped or not
+    extra.ema.shadow_params.<i>                           a list in the order of the model's parameters
+    model.ema_net.<fqn>, model.model_ema.<fqn, no dots>   a module inside the model, beside the one that it averages
+    optim.state.<fqn>.ax                                  a slot of an optimizer that averages
+
+Tensors are such a set if their names, after the keys in front of them, are those of the model, with the same shapes.
+Names, keys and shapes decide; no bytes are read.
+
+Sources: torch/optim/swa_utils.py and asgd.py of 2.13 (AveragedModel, ax), lightning 2.6 (callbacks/weight_averaging.py),
+diffusers 0.36 (training_utils.py, EMAModel), timm (utils/checkpoint_saver.py), ema_pytorch, schedulefree 1.4;
+ldm/modules/ema.py of CompVis' Stable Diffusion, which leaves the dots out of names.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterable, Mapping
+from typing import NamedTuple
+
+from .checkpoint import Checkpoint, TensorEntry, joined, same_bytes, tied_weights
+from .fqns import strip_wrapper_modules, strip_wrappers
+from .optimizer_names import assign_names, possible_orders
+
+__all__ = ["OF_TRAINING", "WeightSet", "find_weight_sets", "is_average", "match_key"]
+
+#: Where Lightning keeps the trained weights, and its model is the average.
+OF_TRAINING = "current_model_state"
+_WORDS = frozenset(
+    "ema emas swa average averaged averages averaging avg shadow polyak target teacher slow ax lookahead".split()
+)
+_TRAINED = frozenset("online current student trained".split())
+#: Slots whose names have such a word and that are no weights.
+_MOMENTS = re.compile(r"exp_.*|.*(sq|square|grad|moment|step|var).*")
+#: Buffers of torch's and transformers' modules, which averages of parameters do not have.
+_BUFFERS = frozenset(
+    "running_mean running_var num_batches_tracked inv_freq original_inv_freq position_ids token_type_ids masked_bias "
+    "relative_position_index attn_mask".split()
+)
+_MODULE = ".module"
+
+
+class WeightSet(NamedTuple):
+    """Tensors that can stand for the weights of the model.
+
+    `key`         what names it: the keys in front of its names
+    `tensors`     {FQN in the model: its tensor}
+    `of_model`    FQNs that it lacks and that the model keeps: buffers, and parameters that were not trained
+    `missing`     parameters that it lacks, `reshaped` those of another shape, by FQN: a set that is not whole
+    `beside`      whether the model holds it, as a module beside the one that it is an average of
+    """
+
+    key: str
+    tensors: dict[str, TensorEntry]
+    of_model: tuple[str, ...] = ()
+    missing: tuple[str, ...] = ()
+    reshaped: tuple[str, ...] = ()
+    beside: bool = False
+
+    @property
+    def is_whole(self) -> bool:
+        """Tell whether it has every parameter of the model."""
+        return not self.missing and not self.reshaped
+
+
+def find_weight_sets(ckpt: Checkpoint) -> dict[str, WeightSet]:
+    """Find the sets of weights besides the model, {key: set}; those that are not whole come last.
+
+    Where the checkpoint has no model, any dict of weights is a set.
+    """
+    model = {t.local_name: t for t in ckpt.tensors.values() if t.component == "model" and t.shape is not None}
+    rest = {n: t for n, t in ckpt.tensors.items() if t.component not in ("model", "optim", "rng")}
+    if not model:
+        return _find_without_model(rest.values())
+    found = [
+        *_find_by_prefix(rest.values(), model),
+        *_find_lists(rest.values(), ckpt, model),
+        *_find_slots(ckpt, model),
+        *_find_modules(model),
+    ]
+    sets = [_complete(ckpt, model, key, tensors, inside) for key, tensors, inside in found]
+    out: dict[str, WeightSet] = {}
+    held: set[frozenset[int]] = set()
+    for one in sorted(sets, key=lambda s: (not s.is_whole, len(s.key))):
+        same = frozenset(id(t.chunks) for t in one.tensors.values())
+        if same not in held and one.key not in out:  # two keys may be the same tensors
+            held.add(same)
+            out[one.key] = one
+    return out
+
+
+def is_average(key: str) -> bool:
+    """Tell whether a key says that what is below it is an average: "ema", and "ema.ema_model", but not
+    "ema.online_model"."""
+    return not _WORDS.isdisjoint(_words(key)) and _TRAINED.isdisjoint(_words(key.rpartition(".")[2]))
+
+
+def match_key(asked: str, keys: Iterable[str]) -> list[str]:
+    """Return those of some keys that a text names: the key itself, else those with it as an element or as a word, the
+    last element first ("ema" names "state_dict_ema"); else, for a word such as "ema", all averages. Several are
+    returned where the text does not tell them apart."""
+    listed = list(keys)
+    steps = (
+        lambda key: key == asked,
+        lambda key: key.endswith(f".{asked}"),
+        lambda key: asked in _words(key.rpartition(".")[2]),
+        lambda key: f".{asked}." in f".{key}.",
+        lambda key: asked in _words(key),
+        lambda key: asked in _WORDS and len(asked) > 2 and is_average(key),
+    )
+    return next((found for step in steps if (found := [key for key in listed if step(key)])), [])
+
+
+def _words(key: str) -> set[str]:
+    """Return the words of a key in lower case: "EMACallback.ema_state_dict" has ema, state, dict and callback."""
+    return set(re.findall(r"[a-z0-9]+", re.sub(r"(?<=[a-z])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])", " ", key).lower()))
+
+
+# -------------------------------------------------------------------------------------------------- the kinds of sets
+
+#: (key, {FQN: tensor}, FQNs of the module that a set inside the model averages; None for all of the model).
+_Found = tuple[str, dict[str, TensorEntry], frozenset[str] | None]
+
+
+def _find_by_prefix(tensors: Iterable[TensorEntry], model: Mapping[str, TensorEntry]) -> list[_Found]:
+    """Find dicts of tensors: what is left of a name after some keys is a name of the model, with or without the modules
+    that all names of the model begin with."""
+    shared = os.path.commonprefix([n.split(".")[:-1] for n in model])
+    known = {n: n for n in model}
+    for i in range(1, len(shared) + 1):
+        known |= {n.removeprefix(".".join(shared[:i]) + "."): n for n in model}
+    out: dict[str, dict[str, TensorEntry]] = {}
+    for t in tensors:
+        parts = strip_wrapper_modules(joined(t.path[1:])).split(".")
+        for i in range(1, len(parts)):
+            if (fqn := known.get(".".join(parts[i:]))) is not None:
+                out.setdefault(".".join(parts[:i]), {})[fqn] = t
+    return [(key.removesuffix(_MODULE), found, None) for key, found in out.items()]
+
+
+def _find_lists(tensors: Iterable[TensorEntry], ckpt: Checkpoint, model: Mapping[str, TensorEntry]) -> list[_Found]:
+    """Find lists of tensors whose shapes, in their order, are those of the model's parameters in one order only."""
+    lists: dict[str, dict[int, TensorEntry]] = {}
+    for t in tensors:
+        if type(t.path[-1]) is int:
+            lists.setdefault(joined(t.path[1:-1]), {})[t.path[-1]] = t
+    if not lists:
+        return []
+    tied = tied_weights({n: t for n, t in model.items()})
+    trained = {t.parameter for t in ckpt.tensors.values() if t.slot is not None}
+    alone = [n for n in model if n not in tied]
+    by_file = any(ckpt.files[f].endswith(".safetensors") for t in model.values() for f in t.chunks.file[:1])
+    out: list[_Found] = []
+    for key, found in lists.items():
+        shapes = [found[i].shape for i in sorted(found)]
+        answers = set()
+        for order in possible_orders(alone) if by_file else [alone]:  # safetensors keeps no order
+            listed = [n for n in order if n in trained] if len(trained) == len(shapes) else order
+            names, _, _ = assign_names([(n, model[n].shape) for n in listed], [shapes])
+            answers.add(None if names is None else tuple(names[0]))
+        answers -= {None} if by_file else set()
+        if len(answers) == 1 and (names_in_order := answers.pop()) is not None:
+            out.append((key, dict(zip(names_in_order, (found[i] for i in sorted(found)), strict=True)), None))
+    return out
+
+
+def _find_slots(ckpt: Checkpoint, model: Mapping[str, TensorEntry]) -> list[_Found]:
+    """Find slots of the optimizer that are averages by their names."""
+    out: dict[str, dict[str, TensorEntry]] = {}
+    for t in ckpt.tensors.values():
+        slot = t.slot
+        if slot is not None and len(t.path) == 4 and is_average(slot) and not _MOMENTS.fullmatch(slot):
+            of = model.get(t.parameter)
+            if of is not None and of.shape == t.shape:
+                out.setdefault(slot, {})[t.parameter] = t
+    return [(slot, found, None) for slot, found in out.items()]
+
+
+def _find_modules(model: Mapping[str, TensorEntry]) -> list[_Found]:
+    """Find modules in the model that are averages of others in it, by their names; of AveragedModel's own state dict,
+    all of the model is one."""
+    if "n_averaged" in model and all(n.startswith("module.") for n in model if n != "n_averaged"):
+        plain = strip_wrappers(n for n in model if n != "n_averaged")
+        return [("module", {fqn: model[n] for n, fqn in plain.items()}, frozenset(plain.values()))]
+    out: list[_Found] = []
+    tops = {".".join(n.split(".")[:i]) for n in model for i in (1, 2) if n.count(".") >= i}
+    for top in sorted(tops):
+        if not is_average(top.rpartition(".")[2]):
+            continue
+        mine = {n.removeprefix(top + "."): t for n, t in model.items() if n.startswith(top + ".")}
+        others = [n for n in model if not n.startswith(top + ".")]
+        for spell in (str, lambda n: n.replace(".", "")):  # CompVis' LitEma leaves the dots out
+            heads = {""} | {".".join(n.split(".")[:i]) + "." for n in others for i in (1, 2) if n.count(".") >= i}
+            below = {h: {spell(n.removeprefix(h)): n for n in others if n.startswith(h)} for h in heads}
+            best = max(below, key=lambda h: (len(below[h].keys() & mine.keys()), -len(below[h])))
+            both = {fqn: mine[n] for n, fqn in below[best].items() if n in mine}
+            if len(both) * 2 > len(mine):
+                out.append((top, both, frozenset(below[best].values())))
+                break
+    return out
+
+
+def _find_without_model(tensors: Iterable[TensorEntry]) -> dict[str, WeightSet]:
+    """Find the dicts of weights of a checkpoint that has no model."""
+    out: dict[str, dict[str, TensorEntry]] = {}
+    for t in tensors:
+        if len(t.path) > 2 and isinstance(t.path[-1], str):
+            out.setdefault(joined(t.path[1:-1]), {})[t.path[-1]] = t
+    sets = {}
+    for key, found in out.items():
+        names = [n for n in found if n != "n_averaged"]
+        if any(n.endswith(".weight") for n in names):
+            sets[key] = WeightSet(key, {fqn: found[n] for n, fqn in strip_wrappers(names).items()})
+    return sets
+
+
+def _complete(
+    ckpt: Checkpoint,
+    model: Mapping[str, TensorEntry],
+    key: str,
+    tensors: Mapping[str, TensorEntry],
+    inside: frozenset[str] | None,
+) -> WeightSet:
+    """Make a set of what was found, with what it lacks of the model.
+
+    Args:
+        inside: FQNs of the module that a set inside the model is an average of; None for one outside.
+    """
+    if key == "module":  # all of the model
+        return WeightSet(key, dict(tensors), beside=True)
+    wanted = model if inside is None else inside
+    reshaped = tuple(n for n, t in tensors.items() if t.shape != model[n].shape)
+    lacks = [n for n in wanted if n not in tensors]
+    trained = {t.parameter for t in ckpt.tensors.values() if t.slot is not None}
+    tied = tied_weights({n: t for n, t in model.items()})
+    out = {n: tensors[n] for n in model if n in tensors}
+    keeps: list[str] = []
+    missing: list[str] = []
+    for n in lacks:
+        twin = next((m for m in (tied.get(n), *tied) if m in tensors and same_bytes(model[n], model[m])), None)
+        t = model[n]
+        if twin is not None:
+            out[n] = tensors[twin]
+        elif "float" not in t.dtype or n.rpartition(".")[2] in _BUFFERS or (trained and n not in trained):
+            keeps.append(n)
+        else:
+            missing.append(n)
+    out = {n: out[n] for n in model if n in out}
+    return WeightSet(key, out, tuple(keeps), tuple(missing), reshaped, inside is not None)
