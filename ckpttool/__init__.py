@@ -28,6 +28,7 @@ if TYPE_CHECKING:
         ZeroOptions,
     )
     from .engine.adapter import adapter_extract, adapter_merge
+    from .engine.average import average
     from .engine.conversion import ConvertResult, convert
     from .engine.diff import Difference, diff
     from .engine.discover.detection import newest
@@ -75,6 +76,7 @@ _WHERE = {
     "ZeroOptions": "converters.options",
     "adapter_extract": "engine.adapter",
     "adapter_merge": "engine.adapter",
+    "average": "engine.average",
     "clean": "storage.partial",
     "convert": "engine.conversion",
     "describe_fsdp1": "live.fsdp1",
@@ -122,6 +124,7 @@ __all__ = [
     "__version__",
     "adapter_extract",
     "adapter_merge",
+    "average",
     "clean",
     "convert",
     "describe_fsdp1",

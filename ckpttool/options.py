@@ -17,9 +17,11 @@ import os
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import Field, dataclass, field, fields
 from functools import wraps
+from math import isfinite
 from typing import TYPE_CHECKING, Any, TypedDict, TypeVar
 
 from .errors import UsageError, argument
+from .printable import count_noun
 
 if TYPE_CHECKING:
     from .engine.workers.executors import WorkersSpec
@@ -28,6 +30,8 @@ __all__ = [
     "ARCHIVE_LAYOUT",
     "DEFAULT_LAYOUT",
     "HUB_LAYOUT",
+    "AverageKeywords",
+    "AverageRequest",
     "ConvertKeywords",
     "ExportKeywords",
     "ExtractKeywords",
@@ -125,6 +129,78 @@ class MergeRequest:
 
 
 @dataclass(frozen=True, kw_only=True)
+class AverageRequest:
+    """Checkpoints to average with the one that is opened (engine/averaging.py).
+
+    `others` are the further ones, in order. Without more it is their mean; `coefficients` has one number for each; they
+    sum to 1 unless `linear`; `ema_decay` is that of an EMA over them in their order; `base` and `scale`, one number or
+    one for each, are of task arithmetic; `slerp` is the part of the way from the first of two to the second.
+    `accumulate` is the dtype of the computation.
+    """
+
+    others: tuple[str, ...]
+    coefficients: tuple[float, ...] | None = None
+    linear: bool = False
+    ema_decay: float | None = None
+    base: str | None = None
+    scale: tuple[float, ...] | None = None
+    slerp: float | None = None
+    accumulate: str = "float64"
+
+    def __post_init__(self) -> None:
+        count, given = len(self.others) + 1, self.numbers()
+        if len({*given} - {"scale", "linear"} | ({"base"} if self.base is not None else set())) > 1:
+            names = ", ".join(argument(name) for name in ("coefficients", "ema_decay", "base", "slerp"))
+            raise UsageError(f"Give one of {names} at most: each is another average.")
+        for name, numbers in (("coefficients", self.coefficients), ("scale", self.scale)):
+            if numbers is not None and not all(map(isfinite, numbers)):
+                raise UsageError(f"{argument(name, list(numbers))}: not all of them are finite.")
+        if count < (1 if self.base is not None else 2):
+            raise UsageError("One checkpoint has no average. Give at least two, and the destination.")
+        if self.coefficients is not None and len(self.coefficients) != count:
+            raise UsageError(
+                f"{argument('coefficients', list(self.coefficients))} are {len(self.coefficients)}, and {count} "
+                "checkpoints were given."
+            )
+        if self.linear and self.coefficients is None:
+            raise UsageError(f"{argument('linear', True)} goes with {argument('coefficients')}.")
+        if self.coefficients is not None and not self.linear and abs(sum(self.coefficients) - 1) > 1e-6:
+            raise UsageError(
+                f"{argument('coefficients', list(self.coefficients))} sum to {sum(self.coefficients):g}, so the result "
+                f"is no average. {argument('linear', True)} computes the combination as it is."
+            )
+        if self.ema_decay is not None and not 0 <= self.ema_decay <= 1:
+            raise UsageError(f"{argument('ema_decay', self.ema_decay)}: it is between 0 and 1.")
+        if self.scale is not None and (self.base is None or len(self.scale) not in (1, count)):
+            raise UsageError(
+                f"{argument('scale', list(self.scale))} goes with {argument('base')}, and is one number, or one for "
+                f"each of the {count_noun(count, 'checkpoint')}."
+            )
+        if self.slerp is not None and (count != 2 or not 0 <= self.slerp <= 1):
+            raise UsageError(f"{argument('slerp', self.slerp)} is between 0 and 1, and goes with two checkpoints.")
+        if self.accumulate not in ("float64", "float32"):
+            raise UsageError(f"{argument('accumulate', self.accumulate)}: it is fp64 or fp32.")
+
+    @property
+    def method(self) -> str:
+        """Return what is computed: "mean", "coefficients", "ema", "task" or "slerp"."""
+        if self.base is not None:
+            return "task"
+        return next((m for m in ("coefficients", "ema_decay", "slerp") if getattr(self, m) is not None), "mean")
+
+    def numbers(self) -> dict[str, Any]:
+        """Return {name: value} of the numbers that were given."""
+        names = ("coefficients", "linear", "ema_decay", "scale", "slerp")
+        return {name: value for name in names if (value := getattr(self, name)) not in (None, False)}
+
+    def factors(self, count: int) -> tuple[float, ...] | None:
+        """Return the factor of each of `count` checkpoints; None where they have none, or each tensor others."""
+        if self.base is None:
+            return self.coefficients
+        return (self.scale or (1.0,)) * (1 if len(self.scale or (1.0,)) == count else count)
+
+
+@dataclass(frozen=True, kw_only=True)
 class OpenOptions:
     """How a checkpoint is read; the arguments of `open`, which explains them.
 
@@ -166,6 +242,7 @@ class OpenOptions:
     allow_mixed_steps: bool = option(False, "Read it even if its files seem to come from different steps.")
     salvage: bool = False  # what is left of a damaged checkpoint: engine/salvage.py
     merge: MergeRequest | None = None  # with an adapter merged into it: engine/merging.py
+    average: AverageRequest | None = None  # averaged with others: engine/averaging.py
     fill_from: str | os.PathLike[str] | None = (
         None  # another checkpoint of the run, which has what is lost: engine/fill_from.py
     )
@@ -393,6 +470,12 @@ class MergeKeywords(_ToLayout, _Running, ReadKeywords, total=False):
     """Keywords of `adapter_merge` that `convert` has, too."""
 
     only: Iterable[str] | None
+
+
+class AverageKeywords(_ToLayout, _Running, ReadKeywords, total=False):
+    """Keywords of `average` that `convert` has, too."""
+
+    weights: str | None
 
 
 class ExportKeywords(_Dropping, _Running, ReadKeywords, total=False):

@@ -32,7 +32,7 @@ from .terminal import (
 if TYPE_CHECKING:
     from ..engine.dry_run import DryRun
 
-__all__ = ["convert"]
+__all__ = ["convert", "print_plan"]
 
 
 def _of_trainer(name: str, to: str | None) -> tuple[str, bool]:
@@ -133,7 +133,7 @@ def convert(
         if as_json:
             print_json(found.to_json())
         else:
-            _print_plan(found, verbose)
+            print_plan(found, verbose)
         return
     with Meter(quiet) as meter:
         done = run_conversion(src, dst, reading, writing, replace(running, progress=meter))
@@ -170,7 +170,7 @@ def _print_changed(changed: dict[str, str], quiet: bool, verbose: bool) -> None:
             note(f"  {name}", quiet)
 
 
-def _print_plan(found: DryRun, verbose: bool) -> None:
+def print_plan(found: DryRun, verbose: bool) -> None:
     """Print what a dry run found; with `verbose`, the name of every entry that would be left behind, too."""
     from ..engine.inspect import human
 

@@ -49,6 +49,7 @@ _COMMANDS: dict[str, type[Command] | None] = {
     "clean": Command,
     "push": HfCommand,
     "pull": LayoutCommand,
+    "average": LayoutCommand,
     "adapter": None,
     "audit": None,
     "layouts": Command,

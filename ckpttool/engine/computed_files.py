@@ -27,9 +27,10 @@ from .handle import cut_chunks
 if TYPE_CHECKING:
     from .copy.dtypes import Array
 
-__all__ = ["BoxReader", "ComputedFiles", "cast_array"]
+__all__ = ["MOST_ELEMENTS", "BoxReader", "ComputedFiles", "Shape", "cast_array"]
 
-_MOST = 1 << 20  # elements of a block
+#: Elements of a block.
+MOST_ELEMENTS = 1 << 20
 #: Bytes of a block in each step of a computation, in float64.
 _STEPS = 4 * 8
 
@@ -57,7 +58,7 @@ class ComputedFiles:
             whole: the tensor is one block, whatever its size.
         """
         chunks = Chunks(len(shape))
-        for start, size in [((0,) * len(shape), shape)] if whole else boxes.cut_into_slabs(shape, _MOST):
+        for start, size in [((0,) * len(shape), shape)] if whole else boxes.cut_into_slabs(shape, MOST_ELEMENTS):
             if nbytes := prod(size) * ITEMSIZE[dtype]:
                 file = f"(computed) {name} from {list(start)}"
                 chunks.add(start, size, len(self.names), 0, nbytes)

@@ -54,8 +54,8 @@ class Summary:
     "ranks", "modules", "names", "base_model"} of LoRA, None without one; `encoding` {"weights": how many are codes with
     scales, "of": of how many, "schemes": {scheme: weights}, "faults": sentences about what is not whole, "method": the
     quant_method of config.json, None without one}, None where no weight is codes; `weights` the sets of weights besides
-    the model, {"key", "tensors", "bytes", "what", "option"}, the option being what exports one; `next` one line: whether its trainer
-    resumes from it as it is, and the command for what it does not.
+    the model, {"key", "tensors", "bytes", "what", "option"}, the option being what exports one; `next` one line:
+    whether its trainer resumes from it as it is, and the command for what it does not.
     """
 
     path: str

@@ -45,6 +45,7 @@ from ..options import HUB_LAYOUT, OpenOptions, PlanKeywords, WriteRequest, list_
 from ..printable import Shown, count_noun
 from ..storage.source import Source
 from . import mixups
+from .averaging import open_average
 from .conservation import Account
 from .copy.averages import averages_of
 from .copy.value_digests import value_digest
@@ -457,7 +458,11 @@ def _refuse_loss(opened: OpenCheckpoint, draft: Draft, target: layouts.Layout, h
         Unsupported: with the first entry that would be lost.
     """
     behind = [d for d in opened.left_behind if d.name.partition(".")[0] != "model"]
-    if behind and opened.checkpoint.derived is None and (not holds or any(d.name.partition(".")[0] in holds for d in behind)):
+    if (
+        behind
+        and opened.checkpoint.derived is None
+        and (not holds or any(d.name.partition(".")[0] in holds for d in behind))
+    ):
         raise Unsupported(_explain_training_state(behind))
     lost = [d for d in draft.dropped if not holds or d.name.partition(".")[0] in holds]
     if lost:
@@ -483,6 +488,8 @@ def _open_source(
     Raises:
         CkpttoolError: it cannot be opened or merged.
     """
+    if reading.average is not None:
+        return open_average(src, replace(reading, average=None), reading.average, model)
     if reading.merge is not None:
         return open_merged(src, replace(reading, merge=None), reading.merge, model)
     try:

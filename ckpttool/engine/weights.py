@@ -17,7 +17,7 @@ aten/src/ATen/native/Lerp.h of torch 2.13.
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -25,6 +25,7 @@ from ..errors import CkpttoolError, Corrupt, Unsupported, UsageError, argument
 from ..index.checkpoint import Checkpoint, TensorEntry, joined
 from ..index.composites import composites
 from ..index.draft import Dropped
+from ..index.names import KEEPS_NUMBERS
 from ..index.optimizers import find_optimizers
 from ..index.weight_sets import OF_TRAINING, WeightSet, find_weight_sets, is_average, match_key
 from ..options import OpenOptions
@@ -39,7 +40,7 @@ from .opening import OpenCheckpoint, open_checkpoint
 if TYPE_CHECKING:
     from .copy.dtypes import Array
 
-__all__ = ["choose_weights", "describe_weight_sets", "equal_tensors"]
+__all__ = ["choose_weights", "describe_weight_sets", "equal_tensors", "forget_optimizer"]
 
 #: What names the weights of a schedule-free optimizer.
 _FREE = {f"schedule-free-{name}": name for name in "xyz"}
@@ -65,6 +66,7 @@ def choose_weights(opened: OpenCheckpoint, key: str, options: OpenOptions) -> Me
     ckpt = opened.locate()
     if key in _FREE or (key in ("x", "y") and _is_schedule_free(ckpt)):
         return _choose_schedule_free(opened, _FREE.get(key, key))
+    forget_optimizer(opened)
     sets = find_weight_sets(ckpt)
     whole = [k for k, s in sets.items() if s.is_whole]
     keys = match_key(key, whole)
@@ -82,6 +84,12 @@ def choose_weights(opened: OpenCheckpoint, key: str, options: OpenOptions) -> Me
     raise _explain_no_set(opened, key, sets, keys)
 
 
+def forget_optimizer(opened: OpenCheckpoint) -> None:
+    """Take the notes on the optimizer away, of a checkpoint of which only weights are used."""
+    notes = opened.checkpoint.notes
+    notes[:] = [note for note in notes if not note.startswith("the optimizer ")]
+
+
 def _model_is_average(sets: Mapping[str, WeightSet]) -> bool:
     """Tell whether the model is an average itself, as Lightning's WeightAveraging saves it."""
     return OF_TRAINING in sets
@@ -93,17 +101,27 @@ def _explain_no_set(
     """Return the error for a key that names no set of weights, several (`keys`), or one that is not whole."""
     said, root = argument("weights", key), opened.source.root
     if len(keys) > 1:
-        return UsageError(f"{said}: {root} has {len(keys)} sets of weights of such a name: {', '.join(keys)}. Name one.")
+        return UsageError(
+            f"{said}: {root} has {len(keys)} sets of weights of such a name: {', '.join(keys)}. Name one."
+        )
     partial = match_key(key, [k for k, s in sets.items() if not s.is_whole])
     if partial:
         found = sets[max(partial, key=lambda k: len(sets[k].tensors))]
         of_another_shape = [f'"{n}" is {list(found.tensors[n].shape)}' for n in found.reshaped]
         what = [
-            *([f"it lacks {count_noun(len(found.missing), 'parameter')}: {list_first(found.missing, 8)}"] if found.missing else []),
-            *([f"{count_noun(len(found.reshaped), 'tensor')} have another shape, first {of_another_shape[0]}"] if found.reshaped else []),
+            *(
+                [f"it lacks {count_noun(len(found.missing), 'parameter')}: {list_first(found.missing, 8)}"]
+                if found.missing
+                else []
+            ),
+            *(
+                [f"{count_noun(len(found.reshaped), 'tensor')} have another shape, first {of_another_shape[0]}"]
+                if found.reshaped
+                else []
+            ),
         ]
         return Unsupported(
-            f'{said}: "{found.key}" holds {count_noun(len(found.tensors), "tensor")} with names of the model, but is not '
+            f'{said}: "{found.key}" holds {count_noun(len(found.tensors), "tensor")} with names of the model, but not '
             f"the whole of it: {'; '.join(what)}. A model of two sets of weights would be neither of them."
         )
     have = [k for k, s in sets.items() if s.is_whole]
@@ -147,7 +165,9 @@ def _export(opened: OpenCheckpoint, chosen: WeightSet, note: str = "") -> Merged
     if dtypes:
         notes.append("; ".join(f"they are {b}, and the weights of the model {a}" for a, b in sorted(dtypes)))
     if kept:
-        notes.append(f"{count_noun(len(kept), 'tensor')} that the set lacks are those of the model: {list_first(kept, 8)}")
+        notes.append(
+            f"{count_noun(len(kept), 'tensor')} that the set lacks are those of the model: {list_first(kept, 8)}"
+        )
     if not model:
         notes.append("there is no model beside it whose names and shapes it could be compared with")
     trained = [] if chosen.key in ("state_dict", "module") else [n for n in model if n in tensors]
@@ -193,8 +213,10 @@ def _finish(
         trainer=None,
         recorded={},
         rounded={},
-        notes=[*(x for x in ckpt.notes if not x.startswith("the optimizer ")), said, *notes],
-        derived={"weights": {"key": key, "tensors": len(tensors) - len(of_model), "of_model": of_model, "notes": notes}},
+        notes=[*ckpt.notes, said, *notes],
+        derived={
+            "weights": {"key": key, "tensors": len(tensors) - len(of_model), "of_model": of_model, "notes": notes}
+        },
     )
     source = opened.source
     if computed is not None:
@@ -244,21 +266,18 @@ def _find_beside(opened: OpenCheckpoint, key: str) -> str | None:
     Raises:
         UsageError: there are several.
     """
-    rows = [r.name for r in opened.checkpoint.unread if r.name.endswith(_FILES)]
-    bare = {name: name.rstrip("/") for name in rows}
-    for fits in (
-        lambda n: bare[n] == key.rstrip("/"),
-        lambda n: os.path.splitext(bare[n])[0] == key,
-        lambda n: bool(match_key(key, [bare[n]])),
-    ):
-        if found := [n for n in rows if fits(n)]:
-            if len(found) > 1:
-                raise UsageError(
-                    f"{argument('weights', key)}: {len(found)} files beside the checkpoint have such a name: "
-                    f"{', '.join(found)}. Name one."
-                )
-            return found[0]
-    return None
+    rows = {r.name: r.name.rstrip("/") for r in opened.checkpoint.unread if r.name.endswith(_FILES)}
+    found = (
+        [n for n, bare in rows.items() if bare == key.rstrip("/")]
+        or [n for n, bare in rows.items() if os.path.splitext(bare)[0] == key]
+        or [n for n, bare in rows.items() if match_key(key, [bare])]
+    )
+    if len(found) > 1:
+        raise UsageError(
+            f"{argument('weights', key)}: {len(found)} files beside the checkpoint have such a name: "
+            f"{', '.join(found)}. Name one."
+        )
+    return found[0] if found else None
 
 
 def _join_beside(opened: OpenCheckpoint, name: str, options: OpenOptions) -> OpenCheckpoint:
@@ -267,7 +286,9 @@ def _join_beside(opened: OpenCheckpoint, name: str, options: OpenOptions) -> Ope
     Raises:
         CkpttoolError: that cannot be read.
     """
-    inner = open_checkpoint(f"{opened.source.root}/{name}".rstrip("/"), OpenOptions(config=options.config), check_hints=False)
+    inner = open_checkpoint(
+        f"{opened.source.root}/{name}".rstrip("/"), OpenOptions(config=options.config), check_hints=False
+    )
     try:
         theirs = inner.locate()
     except BaseException:
@@ -307,16 +328,20 @@ class _Free:
     train_mode: bool
 
 
-def _find_free(ckpt: Checkpoint) -> dict[str, _Free]:
+def _find_free(ckpt: Checkpoint, notes: Sequence[str] = ()) -> dict[str, _Free]:
     """Find the parameters of a schedule-free optimizer that have a z, {FQN: parameter}.
+
+    Args:
+        notes: those of the checkpoint, which may say why there are none.
 
     Raises:
         Unsupported: the optimizer is another one, or its param groups do not say enough.
     """
     if not _is_schedule_free(ckpt):
+        unnamed = next((f" {n}" for n in notes if n.startswith(KEEPS_NUMBERS)), "")
         raise Unsupported(
-            f"{argument('weights', 'schedule-free-x')}: the optimizer of {ckpt.root} is not a schedule-free one: its "
-            'state has no "z".'
+            f"{argument('weights', 'schedule-free-x')}: {ckpt.root} has no state of a schedule-free optimizer under "
+            f'the names of its weights: no slot is called "z".{unnamed}'
         )
     options: dict[int, dict[str, Any]] = {}
     for v in ckpt.values.values():
@@ -350,7 +375,8 @@ def _choose_schedule_free(opened: OpenCheckpoint, which: str) -> MergedCheckpoin
         Corrupt: a z does not have the shape and the dtype of its weight.
     """
     ckpt = opened.checkpoint
-    free = _find_free(ckpt)
+    free = _find_free(ckpt, ckpt.notes)
+    forget_optimizer(opened)
     computed, reader = ComputedFiles(ckpt), BoxReader(ckpt, opened.source)
     tensors: dict[str, TensorEntry] = {}
     kept: dict[str, str] = {}
@@ -373,7 +399,13 @@ def _choose_schedule_free(opened: OpenCheckpoint, which: str) -> MergedCheckpoin
             if t.dtype not in ("float32", "bfloat16", "float16"):
                 raise Unsupported(f'"{name}" is {t.dtype}: schedule-free-{which} is computed of fp32, bf16 and fp16.')
             weight = 1 - 1 / of.beta if which == "x" else 1 - of.beta
-            chunks = computed.add(name, t.dtype, t.shape, _make_lerp(reader, t, of.z, weight), whole=bool(t.chunks.zstd or of.z.chunks.zstd))
+            chunks = computed.add(
+                name,
+                t.dtype,
+                t.shape,
+                _make_lerp(reader, t, of.z, weight),
+                whole=bool(t.chunks.zstd or of.z.chunks.zstd),
+            )
             tensors[name] = same[place] = replace(t, chunks=chunks)
             inputs |= {name, joined(of.z.path)}
     computed.working_bytes += reader.working_bytes
@@ -382,7 +414,11 @@ def _choose_schedule_free(opened: OpenCheckpoint, which: str) -> MergedCheckpoin
     weight_of = {"x": "lerp(y, z, 1 - 1/beta1)", "y": "lerp(x, z, 1 - beta1)", "z": "the optimizer's z"}[which]
     note = f"the weights in the checkpoint are {is_now}" + (f"; {which} is {weight_of}" if is_now != which else "")
     bare = [n.removeprefix("model.") for n in tensors if n.removeprefix("model.") not in free]
-    twins = equal_tensors(opened, {n: ckpt.tensors[f"model.{n}"] for n in bare if f"model.{n}" in kept}, {n: ckpt.tensors[f"model.{n}"] for n in free})
+    twins = equal_tensors(
+        opened,
+        {n: ckpt.tensors[f"model.{n}"] for n in bare if f"model.{n}" in kept},
+        {n: ckpt.tensors[f"model.{n}"] for n in free},
+    )
     for n, m in twins.items():  # tied weights that were saved twice
         tensors[f"model.{n}"] = replace(tensors[f"model.{m}"], path=("model", n))
         kept.pop(f"model.{n}")
@@ -428,8 +464,7 @@ def _lerp(a: Array, b: Array, weight: float) -> Array:
 
 
 def describe_weight_sets(ckpt: Checkpoint) -> list[dict[str, Any]]:
-    """Describe the sets of weights of a checkpoint besides its model, for `inspect`: {"key", "tensors", "bytes", "what",
-    "option"}."""
+    """Describe the sets of weights of a checkpoint besides its model, as `Summary.weights` has them."""
     out: list[dict[str, Any]] = []
 
     def add(key: str, tensors: int | None, nbytes: int | None, what: str) -> None:
@@ -439,12 +474,10 @@ def describe_weight_sets(ckpt: Checkpoint) -> list[dict[str, Any]]:
     sets = find_weight_sets(ckpt) if any(t.component == "model" for t in ckpt.tensors.values()) else {}
     for key, s in sets.items():
         if s.is_whole:
-            nbytes = sum(t.nbytes for t in s.tensors.values())
+            what = "average" if is_average(key) else "weights besides the model"
             if key == OF_TRAINING:
                 what = "the weights that were trained; the model is their average"
-            else:
-                what = "average" if is_average(key) else "weights besides the model"
-            add(key, len(s.tensors), nbytes, what)
+            add(key, len(s.tensors), sum(t.nbytes for t in s.tensors.values()), what)
     if _is_schedule_free(ckpt):
         try:
             free = _find_free(ckpt)
@@ -452,6 +485,6 @@ def describe_weight_sets(ckpt: Checkpoint) -> list[dict[str, Any]]:
             free = {}
         if any(of.train_mode for of in free.values()):
             add("schedule-free-x", len(free), sum(of.z.nbytes for of in free.values()), "average, computed of y and z")
-    for name, nbytes in _averages_beside(ckpt).items():
-        add(name, None, nbytes, "beside the checkpoint, by its name an average")
+    for name, size in _averages_beside(ckpt).items():
+        add(name, None, size, "beside the checkpoint, by its name an average")
     return out

@@ -445,7 +445,9 @@ class Checkpoint:
     merged: dict[str, Any] | None = (
         None  # the adapter that was merged into it: {"adapter", "names", "scaling": {module: factor}}
     )
-    derived: dict[str, Any] | None = None  # how its weights were chosen or computed, for ckpttool.json: {"weights": ...}
+    derived: dict[str, Any] | None = (
+        None  # how its weights were chosen or computed, for ckpttool.json: {"weights": ...}
+    )
     salvage: Salvage | None = None  # of what is left of a damaged checkpoint, or of a copy of what was left
     #: {name of a weight: what the model computes with}, where `tensors` has the fp32 master as the weight; nothing
     #: carries it

@@ -9,16 +9,16 @@ the model is the average.
 Tensors are such a set if their names, after the keys in front of them, are those of the model, with the same shapes.
 Names, keys and shapes decide; no bytes are read.
 
-Sources: torch/optim/swa_utils.py and asgd.py of 2.13 (AveragedModel, ax), lightning 2.6 (callbacks/weight_averaging.py),
-diffusers 0.36 (training_utils.py, EMAModel), timm (utils/checkpoint_saver.py), ema_pytorch, schedulefree 1.4;
-ldm/modules/ema.py of CompVis' Stable Diffusion, which leaves the dots out of names.
+Sources: torch/optim/swa_utils.py and asgd.py of 2.13 (AveragedModel, ax), lightning 2.6
+(callbacks/weight_averaging.py), diffusers 0.36 (training_utils.py, EMAModel), timm (utils/checkpoint_saver.py),
+ema_pytorch, schedulefree 1.4; ldm/modules/ema.py of CompVis' Stable Diffusion, which leaves the dots out of names.
 """
 
 from __future__ import annotations
 
-import os
 import re
 from collections.abc import Iterable, Mapping
+from itertools import accumulate
 from typing import NamedTuple
 
 from .checkpoint import Checkpoint, TensorEntry, joined, same_bytes, tied_weights
@@ -30,15 +30,20 @@ __all__ = ["OF_TRAINING", "WeightSet", "find_weight_sets", "is_average", "match_
 #: Where Lightning keeps the trained weights, and its model is the average.
 OF_TRAINING = "current_model_state"
 _WORDS = frozenset(
-    "ema emas swa average averaged averages averaging avg shadow polyak target teacher slow ax lookahead".split()
+    (
+        *("ema", "swa", "average", "averaged", "averages", "averaging", "avg", "shadow", "polyak", "target", "teacher"),
+        *("slow", "ax", "lookahead"),
+    )
 )
-_TRAINED = frozenset("online current student trained".split())
+_TRAINED = frozenset(("online", "current", "student", "trained"))
 #: Slots whose names have such a word and that are no weights.
 _MOMENTS = re.compile(r"exp_.*|.*(sq|square|grad|moment|step|var).*")
 #: Buffers of torch's and transformers' modules, which averages of parameters do not have.
 _BUFFERS = frozenset(
-    "running_mean running_var num_batches_tracked inv_freq original_inv_freq position_ids token_type_ids masked_bias "
-    "relative_position_index attn_mask".split()
+    (
+        *("running_mean", "running_var", "num_batches_tracked", "inv_freq", "original_inv_freq", "position_ids"),
+        *("token_type_ids", "masked_bias", "relative_position_index", "attn_mask"),
+    )
 )
 _MODULE = ".module"
 
@@ -128,10 +133,10 @@ _Found = tuple[str, dict[str, TensorEntry], frozenset[str] | None]
 def _find_by_prefix(tensors: Iterable[TensorEntry], model: Mapping[str, TensorEntry]) -> list[_Found]:
     """Find dicts of tensors: what is left of a name after some keys is a name of the model, with or without the modules
     that all names of the model begin with."""
-    shared = os.path.commonprefix([n.split(".")[:-1] for n in model])
     known = {n: n for n in model}
-    for i in range(1, len(shared) + 1):
-        known |= {n.removeprefix(".".join(shared[:i]) + "."): n for n in model}
+    for head in accumulate(next(iter(model)).split(".")[:-1], "{}.{}".format):
+        if all(n.startswith(f"{head}.") for n in model):
+            known |= {n.removeprefix(f"{head}."): n for n in model}
     out: dict[str, dict[str, TensorEntry]] = {}
     for t in tensors:
         parts = strip_wrapper_modules(joined(t.path[1:])).split(".")
@@ -240,7 +245,7 @@ def _complete(
     keeps: list[str] = []
     missing: list[str] = []
     for n in lacks:
-        twin = next((m for m in (tied.get(n), *tied) if m in tensors and same_bytes(model[n], model[m])), None)
+        twin = next((m for m in (tied.get(n, ""), *tied) if m in tensors and same_bytes(model[n], model[m])), None)
         t = model[n]
         if twin is not None:
             out[n] = tensors[twin]

@@ -73,7 +73,8 @@ def describe_job(src: object, dst: str, reading: OpenOptions, writing: WriteRequ
         src: what the user gave as the source; a worker can open a path or a URL only.
         plan: the `plan_id` that a worker must come to.
     """
-    if not isinstance(src, (str, os.PathLike)) or reading.merge is not None or reading.salvage:
+    computed = reading.merge is not None or reading.average is not None
+    if not isinstance(src, (str, os.PathLike)) or computed or reading.salvage:
         return None
     asked = {f.name: getattr(writing, f.name) for f in fields(writing)}
     options = asked.pop("options")

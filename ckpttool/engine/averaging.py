@@ -1,0 +1,487 @@
+"""Checkpoints of one model as one, whose weights are computed from those of all when they are read.
+
+    A: dcp, 3 ranks     model.w --.
+    B: zero3, 2 ranks   model.w --+-- ComputedSource: model.w = (A + B + C) / 3, a block of rows at a time
+    C: hf               model.w --'
+
+Every layout writes such a checkpoint as any other. What is computed, for each element, in the order of the checkpoints
+and in the dtype of accumulation, float64 or float32:
+
+    mean           ((x1 + x2) + x3) / n                        one division
+    coefficients   (c1*x1 + c2*x2) + c3*x3                     each product is rounded, then the sum
+    EMA            a = x1; a = a*d + x2*(1-d); ...             as torch's get_ema_avg_fn(d)
+    task           b + s1*(x1 - b) + s2*(x2 - b)               from the left
+    SLERP          c1*x1 + c2*x2, c from the angle of the two tensors, which is computed in float64
+
+and at the end one cast to the dtype of the weight, as torch rounds it. Only weights are in the result. Tensors without
+fractions are those of the last checkpoint: all must have the same, but for counters of one element, such as
+num_batches_tracked.
+
+Sources: torch/optim/swa_utils.py of 2.13; the formula of SLERP is that of Shoemake, "Animating rotation with quaternion
+curves" (1985), and near 0 and 180 degrees a straight line, as in mergekit.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from math import acos, sin, sqrt
+from typing import TYPE_CHECKING, Any
+
+from blake3 import blake3
+
+from .. import layouts
+from ..errors import Unsupported
+from ..huggingface import encodings
+from ..index import boxes
+from ..index.checkpoint import Checkpoint, TensorEntry, same_bytes, tied_weights
+from ..index.composites import composites
+from ..index.digests import component_roots
+from ..index.draft import Dropped
+from ..index.names import step_count
+from ..options import AverageRequest, OpenOptions
+from ..printable import count_noun, list_first
+from ..storage.overlay import ComputedSource
+from .computed_files import MOST_ELEMENTS, BoxReader, ComputedFiles, Shape, cast_array
+from .copy.fill import silent
+from .copy.tensor_digests import tensor_digests
+from .merging import MergedCheckpoint
+from .opening import CheckpointPath, OpenCheckpoint, drop_other_layout, open_checkpoint, show_path
+from .weights import equal_tensors, forget_optimizer
+
+if TYPE_CHECKING:
+    from .copy.dtypes import Array
+
+__all__ = ["open_average"]
+
+_FLOATING = ("float64", "float32", "float16", "bfloat16")
+_STRAIGHT = 0.9995  # the cosine from which two tensors are taken for parallel
+_CALLED = {
+    "mean": "mean",
+    "coefficients": "linear combination",
+    "ema_decay": "EMA",
+    "task": "task arithmetic",
+    "slerp": "SLERP",
+}
+_LEFT = "an average has weights only"
+
+
+@dataclass
+class _Input:
+    """One of the checkpoints: its path, its weights by FQN, and the digests of those that were read from end to end."""
+
+    opened: OpenCheckpoint
+    where: str
+    reader: BoxReader
+    tensors: dict[str, TensorEntry]
+    facts: dict[str, Any]
+    digests: dict[str, str] = field(default_factory=dict)
+    ties: Mapping[str, str] = field(default_factory=dict)  # {name that is not read: the one with the same bytes}
+    name: str = ""  # of the tensor that is being read
+    at: int = 0  # its elements that were
+    hasher: Any = None
+
+    def read(self, name: str, start: Shape, shape: Shape, dtype: str) -> Array:
+        """Read a box (start, shape) of a weight as a flat array of `dtype`, and digest it where it follows on the one
+        before."""
+        t = self.tensors[name]
+        x, first = self.reader.read(t, start, shape), boxes.flat_start(t.shape, start)
+        if first == 0:
+            self.name, self.at, self.hasher = name, 0, blake3()
+        if (self.name, self.at) == (name, first):
+            self.hasher.update(x.view("u1").data)
+            self.at += len(x)
+            if self.at == t.numel:
+                self.note_digest(name, self.hasher.hexdigest())
+        return cast_array(x, t.dtype, dtype)[0]
+
+    def note_digest(self, name: str, digest: str) -> None:
+        """Note the digest of a weight, and, where it is the last one, that of all weights in `facts`."""
+        self.digests[name] = digest
+        found = {n: self.digests.get(self.ties.get(n, n)) for n, t in self.tensors.items() if t.numel}
+        if None not in found.values():
+            named = {f"model.{n}": t for n, t in self.tensors.items()}
+            digests = {n: found[t.local_name] or "" if t.numel else blake3().hexdigest() for n, t in named.items()}
+            self.facts["digest"] = component_roots(named, digests)["model"]
+
+
+def open_average(
+    src: CheckpointPath, options: OpenOptions, request: AverageRequest, model: layouts.ModelHints
+) -> MergedCheckpoint:
+    """Open the average of `src` and the other checkpoints of a request as one checkpoint.
+
+    Args:
+        options: how each of them is read, without the request.
+        model: what `model_of(options)` returns.
+
+    Raises:
+        Unsupported: they are not of one model, or hold weights that cannot be averaged.
+        CkpttoolError: one cannot be read.
+    """
+    paths = [src, *request.others, *([] if request.base is None else [request.base])]
+    inputs: list[_Input] = []
+    try:
+        for path in paths:
+            opened = open_checkpoint(
+                path, drop_other_layout(path, options), model, False, needed=lambda component: component == "model"
+            )
+            inputs.append(_make_input(opened, show_path(path).rstrip("/"), len(paths)))
+        return _average(inputs, request)
+    except BaseException:
+        for one in inputs:
+            one.opened.source.close()
+        raise
+
+
+def _make_input(opened: OpenCheckpoint, where: str, count: int) -> _Input:
+    """Make one of `count` inputs of an open checkpoint; `where` is its path.
+
+    Raises:
+        Unsupported: it holds no weights, or some that are codes.
+    """
+    try:
+        ckpt = opened.locate()
+        forget_optimizer(opened)
+        tensors = {t.local_name: t for t in ckpt.tensors.values() if t.component == "model"}
+        if not tensors:
+            raise Unsupported(f"{where} holds no weights.")
+        codes = encodings.find_in_checkpoint(ckpt, encodings.read_quantization_config(ckpt, opened.source))
+        first = next(iter((*codes.weights, *(n for n, c in composites(ckpt).items() if c.path[0] == "model"))), None)
+        odd = next((n for n, t in tensors.items() if t.dtype not in _FLOATING and _is_fraction(t.dtype)), first)
+        if odd is not None:
+            raise Unsupported(
+                f'{where}: "{odd}" holds codes, or numbers of a dtype that has no average. Dequantise the weights '
+                "first."
+            )
+        facts: dict[str, Any] = {
+            "name": os.path.basename(where),
+            "layout": ckpt.layout,
+            "world_size": ckpt.world_size,
+            "step": step_count(_whole_state(opened).value),
+            "digest": None,
+        }
+        return _Input(opened, where, BoxReader(ckpt, opened.source, count), tensors, facts | (ckpt.derived or {}))
+    except BaseException:
+        opened.source.close()
+        raise
+
+
+def _whole_state(opened: OpenCheckpoint) -> Checkpoint:
+    """Return the index of the whole state of which the weights of a checkpoint were chosen."""
+    return opened.parts[0][0].checkpoint if isinstance(opened, MergedCheckpoint) else opened.checkpoint
+
+
+def _is_fraction(dtype: str) -> bool:
+    """Tell whether numbers of a dtype are no integers."""
+    return "float" in dtype or "complex" in dtype or dtype.startswith("f")
+
+
+def _average(inputs: list[_Input], request: AverageRequest) -> MergedCheckpoint:
+    """Make the index of an average; nothing is computed yet.
+
+    Raises:
+        Unsupported: the inputs are not of one model.
+    """
+    averaged = inputs if request.base is None else inputs[:-1]
+    last = averaged[-1]
+    names = list(dict.fromkeys(n for one in (last, *inputs) for n in one.tensors))
+    ties = _find_ties(inputs, last, names)
+    for one in inputs:
+        one.ties = ties
+    _refuse_other_models(inputs, last, [n for n in names if n not in ties])
+    kept = _keep_integers(inputs, last, ties)
+    ckpt = last.opened.checkpoint
+    files = ComputedFiles(ckpt)
+    tensors: dict[str, TensorEntry] = {}
+    factors = _Factors(averaged, request)
+    for name in (n for n in names if n not in ties):
+        t = last.tensors[name]
+        if name not in kept:
+            whole = any(one.tensors[name].chunks.zstd for one in inputs)
+            compute = _make_average(inputs, name, request, factors)
+            t = replace(t, chunks=files.add(name, t.dtype, t.shape, compute, whole=whole))
+        tensors[name] = t
+    tensors = {f"model.{n}": replace(tensors[ties.get(n, n)], path=("model", n)) for n in names}
+    files.working_bytes += sum(one.reader.working_bytes + one.opened.source.working_bytes for one in inputs)
+    notes = _describe(inputs, averaged, request, kept, ties)
+    behind = _list_left_behind(inputs, notes)
+    facts = {
+        "method": request.method,
+        "accumulate": request.accumulate,
+        "inputs": [one.facts for one in averaged],
+        **request.numbers(),
+        **({"base": inputs[-1].facts} if request.base is not None else {}),
+    }
+    out = replace(
+        ckpt,
+        files=files.names,
+        sizes=files.sizes,
+        tensors=tensors,
+        values={n: v for n, v in ckpt.values.items() if v.component == "model"},
+        origin={},
+        trainer=None,
+        recorded={},
+        rounded={},
+        notes=[*ckpt.notes, *notes],
+        derived={"average": facts},
+    )
+    ordered = [last, *(one for one in inputs if one is not last)]
+    computed = frozenset(names) - kept.keys() - ties.keys()
+    return MergedCheckpoint(
+        out,
+        ComputedSource(last.opened.source, files.made, [one.opened.source for one in ordered[1:]], files.working_bytes),
+        last.opened.layout,
+        last.opened.folder,
+        True,
+        last.opened.allow_equal_ranks,
+        last.opened.allow_mixed_steps,
+        only=("model",),
+        left_behind=behind,
+        parts=tuple((one.opened, frozenset(f"model.{n}" for n in computed)) for one in ordered),
+        kept={f"model.{n}": f"model.{n}" for n in kept},
+    )
+
+
+# ------------------------------------------------------------------------------------------------------- one model
+
+
+def _find_ties(inputs: list[_Input], last: _Input, names: list[str]) -> dict[str, str]:
+    """Find weights that are another one under a second name in every input that has both, {name: the other one}: tied
+    weights, of which a folder of the Hub has one name and a training checkpoint two."""
+    tied = tied_weights(last.tensors)
+    common = [n for n in names if all(n in one.tensors for one in inputs) and n not in tied]
+    out: dict[str, str] = {}
+    for name in names:
+        have = [one for one in inputs if name in one.tensors]
+        if name in tied:
+            others: set[str] | None = {tied[name]}
+        elif len(have) < len(inputs):
+            others = None
+        else:
+            continue
+        for one in have:
+            t = one.tensors[name]
+            near = [n for n in common if (others is None or n in others) and n in one.tensors]
+            same = {n for n in near if same_bytes(t, one.tensors[n])}
+            same |= (
+                set(equal_tensors(one.opened, {name: t}, {n: one.tensors[n] for n in near}).values())
+                if not same
+                else set()
+            )
+            others = same if others is None else others & same
+        if others:
+            out[name] = next(n for n in common if n in others)
+    return out
+
+
+def _refuse_other_models(inputs: list[_Input], last: _Input, names: list[str]) -> None:
+    """Refuse inputs with other names, shapes or dtypes than the last one.
+
+    Raises:
+        Unsupported: with the first three.
+    """
+    mine = last.where
+    for one in inputs:
+        where = one.where
+        lacking = [
+            (n, where if n not in one.tensors else mine) for n in names if n not in one.tensors or n not in last.tensors
+        ]
+        odd = [f'"{n}" is not in {at}' for n, at in lacking]
+        gone = {n for n, _ in lacking}
+        for n in (n for n in names if n not in gone):
+            a, b = one.tensors[n], last.tensors[n]
+            if (a.dtype, a.shape) != (b.dtype, b.shape):
+                odd.append(f'"{n}" is {a.dtype} {list(a.shape)} in {where} and {b.dtype} {list(b.shape)} in {mine}')
+        if odd:
+            more = f"; and {len(odd) - 3:,} more" if len(odd) > 3 else ""
+            raise Unsupported(
+                f"{where} and {mine} are not of one model: {'; '.join(odd[:3])}{more}. Where only dtypes differ, "
+                "convert one of the two to the dtype of the other first; where names do, give it a name map."
+            )
+
+
+def _keep_integers(inputs: list[_Input], last: _Input, ties: Mapping[str, str]) -> dict[str, TensorEntry]:
+    """Return the weights that are not averaged, those of integers and booleans, {FQN: that of the last input}.
+
+    Raises:
+        Unsupported: the inputs have different ones, and they are no counters.
+    """
+    kept = {n: t for n, t in last.tensors.items() if t.dtype not in _FLOATING and n not in ties}
+    for one in inputs if kept else []:
+        ckpt = one.opened.checkpoint
+        mine = {n: one.tensors[n] for n in kept}
+        for name, digest in tensor_digests(mine, one.opened.source, ckpt.files, ckpt.records, silent).items():
+            one.note_digest(name, digest)
+    for name, t in kept.items():
+        other = next((one for one in inputs if one.digests[name] != last.digests[name]), None)
+        if other is not None and t.numel > 1:
+            raise Unsupported(
+                f'"{name}" is {t.dtype} {list(t.shape)}, has no average, and is not the same in '
+                f"{other.where} and {last.where}: a mask or an index by which the two are "
+                "different models."
+            )
+    return kept
+
+
+# ------------------------------------------------------------------------------------------------------- computing
+
+
+class _Factors:
+    """The factors of the inputs: those of the request, or, for SLERP, of each tensor."""
+
+    def __init__(self, inputs: list[_Input], request: AverageRequest) -> None:
+        self._inputs, self._request = inputs, request
+        self._of: tuple[str, tuple[float, ...]] = ("", ())
+
+    def of(self, name: str) -> tuple[float, ...] | None:
+        """Return the factors of the inputs for a tensor; None for a mean."""
+        if self._request.slerp is None:
+            return self._request.factors(len(self._inputs))
+        if self._of[0] != name:
+            self._of = name, _slerp_factors(self._inputs, name, self._request.slerp)
+        return self._of[1]
+
+
+def _slerp_factors(inputs: list[_Input], name: str, t: float) -> tuple[float, float]:
+    """Return the factors of two tensors at the part `t` of the way from the first to the second, along the arc between
+    their directions; along the straight line where they are parallel or one is 0."""
+    import numpy as np
+
+    shape = inputs[0].tensors[name].shape
+    whole = any(one.tensors[name].chunks.zstd for one in inputs)
+    dot = left = right = 0.0
+    for start, size in [((0,) * len(shape), shape)] if whole else boxes.cut_into_slabs(shape, MOST_ELEMENTS):
+        x, y = (
+            cast_array(one.reader.read(one.tensors[name], start, size), one.tensors[name].dtype, "float64")[0]
+            for one in inputs
+        )
+        with np.errstate(all="ignore"):
+            dot, left, right = dot + float(np.dot(x, y)), left + float(np.dot(x, x)), right + float(np.dot(y, y))
+    cosine = dot / sqrt(left * right) if left * right > 0 else 1.0
+    if not abs(cosine) < _STRAIGHT:
+        return 1 - t, t
+    angle = acos(cosine)
+    return sin((1 - t) * angle) / sin(angle), sin(t * angle) / sin(angle)
+
+
+def _make_average(
+    inputs: list[_Input], name: str, request: AverageRequest, factors: _Factors
+) -> Callable[[Shape, Shape], Array]:
+    """Return a function that computes a box of the average of a tensor."""
+    dtype = inputs[0].tensors[name].dtype
+    wide = "float64" if dtype == "float64" else request.accumulate
+
+    def compute(start: Shape, shape: Shape) -> Array:
+        """Compute the box (start, shape).
+
+        Raises:
+            Unsupported: a number does not fit into the dtype.
+        """
+        import numpy as np
+
+        ordered = inputs if request.base is None else [inputs[-1], *inputs[:-1]]
+        with np.errstate(all="ignore"):
+            sum_ = _fold(
+                (one.read(name, start, shape, wide) for one in ordered), request, factors.of(name), len(inputs)
+            )
+        out, lost = cast_array(sum_, wide, dtype)
+        if lost:
+            raise Unsupported(
+                f'"{name}": {count_noun(lost, "number")} of the result do not fit into {dtype}. The factors are too '
+                "large, or give the checkpoints in float32."
+            )
+        return out
+
+    return compute
+
+
+def _fold(arrays: Iterator[Array], request: AverageRequest, factors: tuple[float, ...] | None, count: int) -> Array:
+    """Combine arrays of one dtype in their order; the first may be changed in place.
+
+    Args:
+        arrays: one of each checkpoint; of the base first, where the request has one.
+        factors: of each checkpoint but the base; None for a mean.
+        count: how many arrays there are.
+    """
+    out = next(arrays)
+    number = out.dtype.type
+    if request.base is not None:
+        base = out.copy()
+        for x, scale in zip(arrays, factors or (), strict=True):
+            x -= base
+            x *= number(scale)
+            out += x
+    elif request.ema_decay is not None:
+        for x in arrays:
+            out *= number(request.ema_decay)
+            x *= number(1 - request.ema_decay)
+            out += x
+    elif factors is None:
+        for x in arrays:
+            out += x
+        out /= number(count)
+    else:
+        out *= number(factors[0])
+        for x, factor in zip(arrays, factors[1:], strict=True):
+            x *= number(factor)
+            out += x
+    return out
+
+
+# ------------------------------------------------------------------------------------------------------- describing
+
+
+def _describe(
+    inputs: list[_Input],
+    averaged: list[_Input],
+    request: AverageRequest,
+    kept: Mapping[str, TensorEntry],
+    ties: Mapping[str, str],
+) -> list[str]:
+    """Return sentences on what is computed, and on what is not averaged."""
+    listed = ", ".join(f"{one.facts['name']} ({one.facts['layout']})" for one in averaged)
+    numbers = {**({"scale": (1.0,)} if request.base is not None else {}), **request.numbers()}
+    given = [f"{k} {', '.join(f'{x:g}' for x in v) if isinstance(v, tuple) else v}" for k, v in numbers.items()]
+    base = f" over {inputs[-1].facts['name']}" if request.base is not None else ""
+    about = f" ({'; '.join(given)})" if given else ""
+    notes = [
+        f"{_CALLED[request.method]}{about} of {listed}{base}, computed in "
+        f"{request.accumulate} in this order and rounded once to the dtype of each weight"
+    ]
+    steps = [one.facts["step"] for one in averaged]
+    known = [s for s in steps if s is not None]
+    if request.ema_decay is not None and known != sorted(known):
+        notes.append(
+            f"the steps are {list_first(steps, 8)}: an EMA goes over the checkpoints in the order in which they were "
+            "given"
+        )
+    if kept:
+        differ = [n for n in kept if any(one.digests[n] != averaged[-1].digests[n] for one in inputs)]
+        more = f"; {list_first(differ, 4)} differ" if differ else ""
+        notes.append(
+            f"{count_noun(len(kept), 'tensor')} of integers or booleans are those of {averaged[-1].facts['name']}{more}"
+        )
+    statistics = [n for n in averaged[-1].tensors if n.rpartition(".")[2] in ("running_mean", "running_var")]
+    if statistics:
+        notes.append(
+            f"{len(statistics)} running statistics of normalisation are averaged as weights are, first "
+            f"{statistics[0]}: torch.optim.swa_utils.update_bn computes those of the averaged model from data"
+        )
+    if ties:
+        notes.append(f"tied weights stay tied: {list_first([f'{n} to {m}' for n, m in ties.items()], 4)}")
+    return notes
+
+
+def _list_left_behind(inputs: list[_Input], notes: list[str]) -> list[Dropped]:
+    """List what the inputs hold besides weights, and add a note on it."""
+    rows: dict[str, Dropped] = {}
+    for one in inputs:
+        states = (_whole_state(one.opened), one.opened.checkpoint)
+        for state in states:
+            rows |= {n: Dropped(n, t.nbytes, _LEFT) for n, t in state.tensors.items() if t.component != "model"}
+            rows |= {n: Dropped(n, 0, _LEFT) for n, v in state.values.items() if v.component != "model"}
+    if rows:
+        parts = ", ".join(dict.fromkeys(n.partition(".")[0] for n in rows))
+        notes.append(f"{_LEFT}: {parts} of the checkpoints are left behind")
+    return list(rows.values())
