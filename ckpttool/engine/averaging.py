@@ -46,8 +46,7 @@ from ..storage.overlay import ComputedSource
 from .computed_files import MOST_ELEMENTS, BoxReader, ComputedFiles, Shape, cast_array
 from .copy.fill import silent
 from .copy.tensor_digests import tensor_digests
-from .merging import MergedCheckpoint
-from .opening import CheckpointPath, OpenCheckpoint, drop_other_layout, open_checkpoint, show_path
+from .opening import CheckpointPath, MergedCheckpoint, OpenCheckpoint, drop_other_layout, open_checkpoint, show_path
 from .weights import equal_tensors, forget_optimizer
 
 if TYPE_CHECKING:

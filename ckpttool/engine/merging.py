@@ -35,12 +35,20 @@ from ..printable import count_noun
 from ..storage.overlay import ComputedSource
 from .copy.fill import silent
 from .copy.tensor_digests import tensor_digests
-from .opening import CheckpointPath, MergeRequest, OpenCheckpoint, OpenOptions, model_of, open_checkpoint
+from .opening import (
+    CheckpointPath,
+    MergedCheckpoint,
+    MergeRequest,
+    OpenCheckpoint,
+    OpenOptions,
+    model_of,
+    open_checkpoint,
+)
 
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["MergedCheckpoint", "open_merged"]
+__all__ = ["open_merged"]
 
 _TORCH_BYTES = 256 << 20  # what importing torch takes
 #: As much of a stack of matrices is computed at once as this; PEFT multiplies all at once, with the same bits.
@@ -60,38 +68,6 @@ _EMBEDDINGS = (
     "tok_embeddings",
 )
 _NOT_MERGED = "it is of the adapter's training, and the merged model begins with none"
-
-
-@dataclass(repr=False)
-class MergedCheckpoint(OpenCheckpoint):
-    """The result of a merge.
-
-    `parts`  the checkpoints that it is made of, and which of their tensors merged weights are computed from
-    `kept`   {tensor of the base model that stays as it is: its name there}
-    """
-
-    parts: tuple[tuple[OpenCheckpoint, frozenset[str]], ...] = ()
-    kept: dict[str, str] = field(default_factory=dict)
-
-    def expect_recorded(self, ignore: bool = False) -> None:
-        """Make the digests recorded of the base model those that the unchanged weights must have. The inputs of merged
-        weights, with the digests recorded of them, go into `inputs`, to be compared later; with `ignore`, no digests
-        are expected.
-
-        Raises:
-            Corrupt: names, dtypes or shapes are not those of a record.
-        """
-        ckpt = self.checkpoint
-        for part, used in self.parts:
-            part.expect_recorded(ignore)
-            old = part.checkpoint
-            ckpt.notes += [n for n in old.notes if n not in ckpt.notes]
-            ckpt.ignored_digests = ckpt.ignored_digests or old.ignored_digests
-            self.inputs += (
-                replace(part, checkpoint=replace(old, tensors={n: old.tensors[n] for n in used & old.recorded.keys()})),
-            )
-        recorded = self.parts[0][0].checkpoint.recorded
-        ckpt.recorded = {n: recorded[there] for n, there in self.kept.items() if there in recorded}
 
 
 @dataclass

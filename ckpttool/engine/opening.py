@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 __all__ = [
     "CheckpointPath",
     "MergeRequest",
+    "MergedCheckpoint",
     "OpenCheckpoint",
     "OpenOptions",
     "drop_other_layout",
@@ -284,6 +285,38 @@ class OpenCheckpoint:
         self.close()
 
 
+@dataclass(repr=False)
+class MergedCheckpoint(OpenCheckpoint):
+    """A checkpoint that is made of others: merged, averaged, or with other weights as its model.
+
+    `parts`  the checkpoints that it is made of, and which of their tensors weights are computed from
+    `kept`   {tensor of the first of them that stays as it is: its name there}
+    """
+
+    parts: tuple[tuple[OpenCheckpoint, frozenset[str]], ...] = ()
+    kept: dict[str, str] = field(default_factory=dict)
+
+    def expect_recorded(self, ignore: bool = False) -> None:
+        """Make the digests recorded of the first part those that unchanged weights must have. The inputs of computed
+        weights, with the digests recorded of them, go into `inputs`, to be compared later; with `ignore`, no digests
+        are expected.
+
+        Raises:
+            Corrupt: names, dtypes or shapes are not those of a record.
+        """
+        ckpt = self.checkpoint
+        for part, used in self.parts:
+            part.expect_recorded(ignore)
+            old = part.checkpoint
+            ckpt.notes += [n for n in old.notes if n not in ckpt.notes]
+            ckpt.ignored_digests = ckpt.ignored_digests or old.ignored_digests
+            self.inputs += (
+                replace(part, checkpoint=replace(old, tensors={n: old.tensors[n] for n in used & old.recorded.keys()})),
+            )
+        recorded = self.parts[0][0].checkpoint.recorded
+        ckpt.recorded = {n: recorded[there] for n, there in self.kept.items() if there in recorded}
+
+
 @list_keywords
 def open(
     path: CheckpointPath,
@@ -417,13 +450,39 @@ def open_checkpoint(
     )
     if options.weights is None:
         return opened
-    from .weights import choose_weights
-
     try:
-        return choose_weights(opened, options.weights, options)
+        return _choose_weights(opened, options, options.weights)
     except BaseException:
         opened.source.close()
         raise
+
+
+def _choose_weights(opened: OpenCheckpoint, options: OpenOptions, key: str) -> MergedCheckpoint:
+    """Return an open checkpoint with the set of its weights that a key names as its model, and nothing else.
+
+    Raises:
+        UsageError, Unsupported: there is none, or it is not whole.
+    """
+    from .weights import choose_weights
+
+    def open_beside(path: str) -> OpenCheckpoint:
+        """Open a checkpoint beside it."""
+        return open_checkpoint(path, OpenOptions(config=options.config), check_hints=False)
+
+    chosen = choose_weights(opened, key, open_beside)
+    return MergedCheckpoint(
+        chosen.checkpoint,
+        chosen.source,
+        opened.layout,
+        opened.folder,
+        True,
+        opened.allow_equal_ranks,
+        opened.allow_mixed_steps,
+        only=("model",),
+        left_behind=chosen.left_behind,
+        parts=((chosen.whole, chosen.inputs),),
+        kept=chosen.kept,
+    )
 
 
 def _note_unread_files(ckpt: Checkpoint, where: layouts.Place, layout: layouts.Layout) -> Checkpoint:

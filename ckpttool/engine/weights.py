@@ -17,9 +17,9 @@ aten/src/ATen/native/Lerp.h of torch 2.13.
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ..errors import CkpttoolError, Corrupt, Unsupported, UsageError, argument
 from ..index.checkpoint import Checkpoint, TensorEntry, joined
@@ -28,19 +28,18 @@ from ..index.draft import Dropped
 from ..index.names import KEEPS_NUMBERS
 from ..index.optimizers import find_optimizers
 from ..index.weight_sets import OF_TRAINING, WeightSet, find_weight_sets, is_average, match_key
-from ..options import OpenOptions
 from ..printable import count_noun, list_first
 from ..storage.overlay import ComputedSource, JoinedSource, name_in_joined
+from ..storage.source import Source
 from .computed_files import BoxReader, ComputedFiles, cast_array
 from .copy.fill import silent
 from .copy.tensor_digests import tensor_digests
-from .merging import MergedCheckpoint
-from .opening import OpenCheckpoint, open_checkpoint
 
 if TYPE_CHECKING:
     from .copy.dtypes import Array
+    from .opening import OpenCheckpoint
 
-__all__ = ["choose_weights", "describe_weight_sets", "equal_tensors", "forget_optimizer"]
+__all__ = ["ChosenWeights", "choose_weights", "describe_weight_sets", "equal_tensors", "forget_optimizer"]
 
 #: What names the weights of a schedule-free optimizer.
 _FREE = {f"schedule-free-{name}": name for name in "xyz"}
@@ -51,13 +50,30 @@ _NOT_CARRIED = "it is of the training, and not of the weights that were chosen"
 # ------------------------------------------------------------------------------------------------------------ choosing
 
 
-def choose_weights(opened: OpenCheckpoint, key: str, options: OpenOptions) -> MergedCheckpoint:
-    """Return an open checkpoint whose model is a set of its weights; to close it closes `opened`.
+class ChosenWeights(NamedTuple):
+    """A model of weights that were chosen.
+
+    `checkpoint`, `source`  its index and files, `left_behind` what is not in it
+    `whole`                 the checkpoint that it is taken from, with what was joined to it
+    `kept`                  {tensor that is copied: its name in `whole`}
+    `inputs`                names of the tensors there that others are computed from
+    """
+
+    checkpoint: Checkpoint
+    source: Source
+    left_behind: list[Dropped]
+    whole: OpenCheckpoint
+    kept: dict[str, str]
+    inputs: frozenset[str]
+
+
+def choose_weights(opened: OpenCheckpoint, key: str, open_beside: Callable[[str], OpenCheckpoint]) -> ChosenWeights:
+    """Choose a set of the weights of an open checkpoint as its model.
 
     Args:
         opened: the whole state.
         key: what names the set.
-        options: how `opened` was opened, for files beside it.
+        open_beside: opens a checkpoint of a path, for files beside this one.
 
     Raises:
         UsageError: no set of weights has such a name, or several.
@@ -74,7 +90,7 @@ def choose_weights(opened: OpenCheckpoint, key: str, options: OpenOptions) -> Me
         chosen = WeightSet("state_dict", {t.local_name: t for t in ckpt.tensors.values() if t.component == "model"})
         return _export(opened, chosen, "the model of the checkpoint is the average already")
     if not keys and (beside := _find_beside(opened, key)):
-        opened = _join_beside(opened, beside, options)
+        opened = _join_beside(opened, beside, open_beside)
         sets = find_weight_sets(opened.checkpoint)
         whole = [k for k, s in sets.items() if s.is_whole]
         names = [k for k in whole if k == beside.rstrip("/") or k.startswith(beside.rstrip("/") + ".")]
@@ -131,7 +147,7 @@ def _explain_no_set(
     return UsageError(f"{said}: {root} has no set of weights of such a name; {there}.")
 
 
-def _export(opened: OpenCheckpoint, chosen: WeightSet, note: str = "") -> MergedCheckpoint:
+def _export(opened: OpenCheckpoint, chosen: WeightSet, note: str = "") -> ChosenWeights:
     """Make a set of weights the model of a checkpoint.
 
     Args:
@@ -184,8 +200,8 @@ def _finish(
     of_model: list[str],
     computed: ComputedFiles | None = None,
     inputs: frozenset[str] = frozenset(),
-) -> MergedCheckpoint:
-    """Return the checkpoint of chosen weights.
+) -> ChosenWeights:
+    """Make the index of chosen weights.
 
     Args:
         tensors: {name: tensor} of the model as it is exported.
@@ -222,19 +238,7 @@ def _finish(
     if computed is not None:
         out = replace(out, files=computed.names, sizes=computed.sizes)
         source = ComputedSource(source, computed.made, (), computed.working_bytes)
-    return MergedCheckpoint(
-        out,
-        source,
-        opened.layout,
-        opened.folder,
-        True,
-        opened.allow_equal_ranks,
-        opened.allow_mixed_steps,
-        only=("model",),
-        left_behind=behind,
-        parts=((opened, inputs),),
-        kept=kept,
-    )
+    return ChosenWeights(out, source, behind, opened, kept, inputs)
 
 
 def equal_tensors(
@@ -280,15 +284,13 @@ def _find_beside(opened: OpenCheckpoint, key: str) -> str | None:
     return found[0] if found else None
 
 
-def _join_beside(opened: OpenCheckpoint, name: str, options: OpenOptions) -> OpenCheckpoint:
+def _join_beside(opened: OpenCheckpoint, name: str, open_beside: Callable[[str], OpenCheckpoint]) -> OpenCheckpoint:
     """Return a checkpoint with the tensors of a file or folder beside it, below extra.NAME; to close it closes both.
 
     Raises:
         CkpttoolError: that cannot be read.
     """
-    inner = open_checkpoint(
-        f"{opened.source.root}/{name}".rstrip("/"), OpenOptions(config=options.config), check_hints=False
-    )
+    inner = open_beside(f"{opened.source.root}/{name}".rstrip("/"))
     try:
         theirs = inner.locate()
     except BaseException:
@@ -364,7 +366,7 @@ def _find_free(ckpt: Checkpoint, notes: Sequence[str] = ()) -> dict[str, _Free]:
     return out
 
 
-def _choose_schedule_free(opened: OpenCheckpoint, which: str) -> MergedCheckpoint:
+def _choose_schedule_free(opened: OpenCheckpoint, which: str) -> ChosenWeights:
     """Make x, y or z of a schedule-free optimizer the model.
 
     Args:
