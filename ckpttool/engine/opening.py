@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Unpack
 
 from .. import layouts
-from ..errors import Corrupt, Unsupported, UsageError, argument
+from ..errors import Corrupt, NotRecognised, Unsupported, UsageError, argument
 from ..formats.pickles import Refused, children
 from ..formats.stored_tensors import flatten_like_dcp
 from ..index.check import check
@@ -433,6 +433,14 @@ def open_checkpoint(
             ckpt = _keep_components(ckpt, only)
         ckpt, unreadable = _leave_unreadable(ckpt, needed)
         check(ckpt)
+    except NotRecognised as e:
+        where.source.close()
+        inside = _find_folder_of_weights(e, options.weights)
+        if inside is None:
+            raise
+        opened = open_checkpoint(inside, replace(options, weights=None), model, check_hints, needed)
+        opened.checkpoint.notes.append(f"the weights are those of {inside}, one of the models in the folder")
+        return opened
     except BaseException:
         where.source.close()
         raise
@@ -455,6 +463,17 @@ def open_checkpoint(
     except BaseException:
         opened.source.close()
         raise
+
+
+def _find_folder_of_weights(e: NotRecognised, key: str | None) -> str | None:
+    """Return the path of the checkpoint that a key of weights names, below a folder that is none itself, as diffusers
+    has unet/ and unet_ema/; None where none has such a name, or several have."""
+    from ..index.weight_sets import match_key
+
+    below = e.below.checkpoints if isinstance(e.below, detection.Checkpoints) else []
+    names = {os.path.basename(found.path): found.path for found in below}
+    keys = [] if key is None else match_key(key, names)
+    return names[keys[0]] if len(keys) == 1 else None
 
 
 def _choose_weights(opened: OpenCheckpoint, options: OpenOptions, key: str) -> MergedCheckpoint:

@@ -115,7 +115,7 @@ def _explain_no_set(
     opened: OpenCheckpoint, key: str, sets: Mapping[str, WeightSet], keys: list[str]
 ) -> UsageError | Unsupported:
     """Return the error for a key that names no set of weights, several (`keys`), or one that is not whole."""
-    said, root = argument("weights", key), opened.source.root
+    said, root = argument("weights", key), _describe_place(opened)
     if len(keys) > 1:
         return UsageError(
             f"{said}: {root} has {len(keys)} sets of weights of such a name: {', '.join(keys)}. Name one."
@@ -145,6 +145,11 @@ def _explain_no_set(
     have += list(_averages_beside(opened.checkpoint))
     there = f"it holds {', '.join(have)}" if have else "it holds no weights besides those of the model"
     return UsageError(f"{said}: {root} has no set of weights of such a name; {there}.")
+
+
+def _describe_place(opened: OpenCheckpoint) -> str:
+    """Return the path of an open checkpoint: its folder, or its file."""
+    return opened.source.root if opened.folder else os.path.join(opened.source.root, opened.checkpoint.files[0])
 
 
 def _export(opened: OpenCheckpoint, chosen: WeightSet, note: str = "") -> ChosenWeights:
