@@ -53,7 +53,7 @@ from .discover import unread_files
 from .fill_from import fill_from_other
 from .map_choice import apply_name_map, read_map_text
 from .merging import open_merged
-from .opening import CheckpointPath, OpenCheckpoint, model_of, open_checkpoint, refuse_unused
+from .opening import CheckpointPath, MergedCheckpoint, OpenCheckpoint, model_of, open_checkpoint, refuse_unused
 from .transform.dequantizing import dequantize
 from .transform.vocabulary_size import resize_vocabulary
 
@@ -183,8 +183,10 @@ def _note_unused(opened: OpenCheckpoint, reading: OpenOptions, writing: WriteReq
     Raises:
         UsageError: with the layouts that use such a hint.
     """
+    inputs = opened.parts if reading.average is not None and isinstance(opened, MergedCheckpoint) else ()
     used = {
         *opened.layout.reader_uses,
+        *(hint for one, _ in inputs for hint in one.layout.reader_uses),
         *target.writer_uses,
         *(["config"] if reading.merge or writing.map else []),  # for what is tied; for sizes of heads
     }
