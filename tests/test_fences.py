@@ -39,6 +39,7 @@ OUTSIDE: dict[str, set[str]] = {
     "cli.audit.restore_command": {"typer"},
     "cli.audit.store_commands": {"typer"},
     "cli.audit.verify_command": {"typer"},
+    "cli.average": {"typer"},
     "cli.clean": {"typer"},
     "cli.convert": {"typer"},
     "cli.diff": {"typer"},

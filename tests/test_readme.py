@@ -98,6 +98,27 @@ def outside() -> dict[str, str]:
     return {k: v for k, v in os.environ.items() if k.startswith(("AWS_", "HF_", "NO_PROXY", "XDG_CACHE_HOME"))}
 
 
+def make_averages(desk: Path) -> None:
+    """step-100, step-200 and step-300.pt, one model in three layouts; trained.pt, with an EMA and an optimizer; base, its
+    config."""
+    import torch
+    from safetensors.torch import load_file
+
+    shutil.copytree(FIXTURES / "hf_llama" / "ckpt", desk / "base", dirs_exist_ok=True)
+    state = load_file(desk / "base" / "model.safetensors")
+    torch.save({"model": state, "step": 300}, desk / "step-300.pt")
+    adam = {i: {"exp_avg": torch.zeros_like(t)} for i, t in enumerate(state.values())}
+    groups = [{"lr": 0.1, "params": list(adam)}]
+    trained = {
+        "model": state,
+        "ema": {n: t / 2 for n, t in state.items()},
+        "optimizer": {"state": adam, "param_groups": groups},
+    }
+    torch.save(trained, desk / "trained.pt")
+    ckpttool.convert(desk / "step-300.pt", desk / "step-100", to="dcp", world_size=3)
+    ckpttool.convert(desk / "step-300.pt", desk / "step-200", to="zero3", world_size=2)
+
+
 def make_adapter(desk: Path) -> None:
     """base, a model of transformers; lora/adapter, what PEFT saves of an adapter of it; lora/ckpt, the state of the job; moe/base, a
     config.json; moe/adapter, of the experts of its model."""
@@ -398,6 +419,7 @@ def test_the_lines_of_every_migration_guide_resume_in_the_engine_they_are_for(
 def test_every_command_of_the_reference_runs(desk: Path, hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(desk)
     make_adapter(desk)
+    make_averages(desk)
     run_here(command_lines(CLI), desk)
 
 
@@ -405,6 +427,14 @@ def test_every_command_of_the_guide_to_adapters_runs(desk: Path, monkeypatch: py
     monkeypatch.chdir(desk)
     make_adapter(desk)
     run_here(command_lines(PAGES["how-to/adapters.md"]), desk)
+
+
+def test_every_command_of_the_guide_to_averages_runs(desk: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(desk)
+    make_averages(desk)
+    printed = run_here(command_lines(PAGES["how-to/average.md"]), desk)
+    shown = re.findall(r"^weights .*$", PAGES["how-to/average.md"], re.MULTILINE)
+    assert shown and all(line in printed["ckpttool inspect trained.pt"] for line in shown)
 
 
 def test_every_recipe_of_the_archive_guide_runs_as_it_stands_and_then_its_reader(

@@ -29,8 +29,6 @@ from dataclasses import dataclass, field, replace
 from math import acos, sin, sqrt
 from typing import TYPE_CHECKING, Any
 
-from blake3 import blake3
-
 from .. import layouts
 from ..errors import Unsupported
 from ..huggingface import encodings
@@ -84,6 +82,8 @@ class _Input:
     def read(self, name: str, start: Shape, shape: Shape, dtype: str) -> Array:
         """Read a box (start, shape) of a weight as a flat array of `dtype`, and digest it where it follows on the one
         before."""
+        from blake3 import blake3
+
         t = self.tensors[name]
         x, first = self.reader.read(t, start, shape), boxes.flat_start(t.shape, start)
         if first == 0:
@@ -97,6 +97,8 @@ class _Input:
 
     def note_digest(self, name: str, digest: str) -> None:
         """Note the digest of a weight, and, where it is the last one, that of all weights in `facts`."""
+        from blake3 import blake3
+
         self.digests[name] = digest
         found = {n: self.digests.get(self.ties.get(n, n)) for n, t in self.tensors.items() if t.numel}
         if None not in found.values():

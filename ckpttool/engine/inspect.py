@@ -19,6 +19,7 @@ from ..index.checkpoint import PACKED, Checkpoint, TensorEntry, orphaned_optimiz
 from ..index.composites import MARK, composites, describe_composites, describe_unwrapped
 from ..index.names import step_count
 from ..index.optimizers import describe_lost_slots, find_optimizers, find_per_rank_slots
+from ..index.weight_sets import describe_weight_sets
 from ..options import Search, list_keywords
 from ..printable import count_noun, list_first, printable
 from ..storage import urls
@@ -26,7 +27,6 @@ from ..storage.source import Source
 from .discover.next_steps import next_step
 from .discover.unread_files import human, listed
 from .opening import CheckpointPath, OpenOptions, open_checkpoint, show_path
-from .weights import describe_weight_sets
 
 if TYPE_CHECKING:
     from rich.console import Console, RenderableType

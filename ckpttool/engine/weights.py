@@ -17,17 +17,24 @@ aten/src/ATen/native/Lerp.h of torch 2.13.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from ..errors import CkpttoolError, Corrupt, Unsupported, UsageError, argument
+from ..errors import Corrupt, Unsupported, UsageError, argument
 from ..index.checkpoint import Checkpoint, TensorEntry, joined
 from ..index.composites import composites
 from ..index.draft import Dropped
-from ..index.names import KEEPS_NUMBERS
-from ..index.optimizers import find_optimizers
-from ..index.weight_sets import OF_TRAINING, WeightSet, find_weight_sets, is_average, match_key
+from ..index.schedule_free import find_free_parameters, is_schedule_free
+from ..index.weight_sets import (
+    OF_TRAINING,
+    WEIGHT_FILES,
+    WeightSet,
+    averages_beside,
+    find_weight_sets,
+    is_average,
+    match_key,
+)
 from ..printable import count_noun, list_first
 from ..storage.overlay import ComputedSource, JoinedSource, name_in_joined
 from ..storage.source import Source
@@ -39,11 +46,10 @@ if TYPE_CHECKING:
     from .copy.dtypes import Array
     from .opening import OpenCheckpoint
 
-__all__ = ["ChosenWeights", "choose_weights", "describe_weight_sets", "equal_tensors", "forget_optimizer"]
+__all__ = ["ChosenWeights", "choose_weights", "equal_tensors", "forget_optimizer"]
 
 #: What names the weights of a schedule-free optimizer.
 _FREE = {f"schedule-free-{name}": name for name in "xyz"}
-_FILES = (".pt", ".pth", ".bin", ".ckpt", ".safetensors", ".pkl", "/")
 _NOT_CARRIED = "it is of the training, and not of the weights that were chosen"
 
 
@@ -80,7 +86,7 @@ def choose_weights(opened: OpenCheckpoint, key: str, open_beside: Callable[[str]
         Unsupported: the set is not whole, or is made of codes.
     """
     ckpt = opened.locate()
-    if key in _FREE or (key in ("x", "y") and _is_schedule_free(ckpt)):
+    if key in _FREE or (key in ("x", "y") and is_schedule_free(ckpt)):
         return _choose_schedule_free(opened, _FREE.get(key, key))
     forget_optimizer(opened)
     sets = find_weight_sets(ckpt)
@@ -141,8 +147,8 @@ def _explain_no_set(
             f"the whole of it: {'; '.join(what)}. A model of two sets of weights would be neither of them."
         )
     have = [k for k, s in sets.items() if s.is_whole]
-    have += list(_FREE)[:1] if _is_schedule_free(opened.checkpoint) else []
-    have += list(_averages_beside(opened.checkpoint))
+    have += list(_FREE)[:1] if is_schedule_free(opened.checkpoint) else []
+    have += list(averages_beside(opened.checkpoint))
     there = f"it holds {', '.join(have)}" if have else "it holds no weights besides those of the model"
     return UsageError(f"{said}: {root} has no set of weights of such a name; {there}.")
 
@@ -263,19 +269,13 @@ def equal_tensors(
 # ------------------------------------------------------------------------------------------------------- files beside
 
 
-def _averages_beside(ckpt: Checkpoint) -> dict[str, int | None]:
-    """Return {name: bytes, None if unknown} of the files and folders beside a checkpoint, that it did not read, whose
-    names say that they are averages."""
-    return {r.name: r.bytes for r in ckpt.unread if r.name.endswith(_FILES) and is_average(r.name)}
-
-
 def _find_beside(opened: OpenCheckpoint, key: str) -> str | None:
     """Find the file or folder beside a checkpoint that a key names; None where there is none.
 
     Raises:
         UsageError: there are several.
     """
-    rows = {r.name: r.name.rstrip("/") for r in opened.checkpoint.unread if r.name.endswith(_FILES)}
+    rows = {r.name: r.name.rstrip("/") for r in opened.checkpoint.unread if r.name.endswith(WEIGHT_FILES)}
     found = (
         [n for n, bare in rows.items() if bare == key.rstrip("/")]
         or [n for n, bare in rows.items() if os.path.splitext(bare)[0] == key]
@@ -321,56 +321,6 @@ def _join_beside(opened: OpenCheckpoint, name: str, open_beside: Callable[[str],
 # ------------------------------------------------------------------------------------------------------ schedule-free
 
 
-def _is_schedule_free(ckpt: Checkpoint) -> bool:
-    """Tell whether the optimizer is a schedule-free one."""
-    return any(state.name.startswith("schedule-free") for state in find_optimizers(ckpt))
-
-
-@dataclass(frozen=True)
-class _Free:
-    """A parameter of a schedule-free optimizer: its z, the momentum of its group, and whether the weights are y."""
-
-    z: TensorEntry
-    beta: float
-    train_mode: bool
-
-
-def _find_free(ckpt: Checkpoint, notes: Sequence[str] = ()) -> dict[str, _Free]:
-    """Find the parameters of a schedule-free optimizer that have a z, {FQN: parameter}.
-
-    Args:
-        notes: those of the checkpoint, which may say why there are none.
-
-    Raises:
-        Unsupported: the optimizer is another one, or its param groups do not say enough.
-    """
-    if not _is_schedule_free(ckpt):
-        unnamed = next((f" {n}" for n in notes if n.startswith(KEEPS_NUMBERS)), "")
-        raise Unsupported(
-            f"{argument('weights', 'schedule-free-x')}: {ckpt.root} has no state of a schedule-free optimizer under "
-            f'the names of its weights: no slot is called "z".{unnamed}'
-        )
-    options: dict[int, dict[str, Any]] = {}
-    for v in ckpt.values.values():
-        if v.option is not None:
-            options.setdefault(v.group, {})[v.option] = v.data
-    out: dict[str, _Free] = {}
-    for i, group in options.items():
-        betas = group.get("betas", (group.get("betas.0", group.get("momentum")),))
-        beta, mode = betas[0], group.get("train_mode")
-        for n in group.get("params", ()):
-            z = ckpt.tensors.get(f"optim.state.{n}.z")
-            if z is None:
-                continue
-            if not isinstance(beta, float) or not 0 < beta < 1 or not isinstance(mode, bool):
-                raise Unsupported(
-                    f"{argument('weights', 'schedule-free-x')}: param group {i} of {ckpt.root} says betas or momentum "
-                    f"{beta!r} and train_mode {mode!r}; both are needed to tell whether the weights are x or y."
-                )
-            out[str(n)] = _Free(z, beta, mode)
-    return out
-
-
 def _choose_schedule_free(opened: OpenCheckpoint, which: str) -> ChosenWeights:
     """Make x, y or z of a schedule-free optimizer the model.
 
@@ -382,7 +332,7 @@ def _choose_schedule_free(opened: OpenCheckpoint, which: str) -> ChosenWeights:
         Corrupt: a z does not have the shape and the dtype of its weight.
     """
     ckpt = opened.checkpoint
-    free = _find_free(ckpt, ckpt.notes)
+    free = find_free_parameters(ckpt, ckpt.notes)
     forget_optimizer(opened)
     computed, reader = ComputedFiles(ckpt), BoxReader(ckpt, opened.source)
     tensors: dict[str, TensorEntry] = {}
@@ -464,34 +414,4 @@ def _lerp(a: Array, b: Array, weight: float) -> Array:
         inexact = (lost != 0) & (bits & 1 == 0) & np.isfinite(total)
         bits += np.where(inexact, np.where((lost > 0) == (total > 0), 1, -1), 0)
         out: Array = total.astype("f4")
-    return out
-
-
-# ---------------------------------------------------------------------------------------------------------- describing
-
-
-def describe_weight_sets(ckpt: Checkpoint) -> list[dict[str, Any]]:
-    """Describe the sets of weights of a checkpoint besides its model, as `Summary.weights` has them."""
-    out: list[dict[str, Any]] = []
-
-    def add(key: str, tensors: int | None, nbytes: int | None, what: str) -> None:
-        """Add a row."""
-        out.append({"key": key, "tensors": tensors, "bytes": nbytes, "what": what, "option": argument("weights", key)})
-
-    sets = find_weight_sets(ckpt) if any(t.component == "model" for t in ckpt.tensors.values()) else {}
-    for key, s in sets.items():
-        if s.is_whole:
-            what = "average" if is_average(key) else "weights besides the model"
-            if key == OF_TRAINING:
-                what = "the weights that were trained; the model is their average"
-            add(key, len(s.tensors), sum(t.nbytes for t in s.tensors.values()), what)
-    if _is_schedule_free(ckpt):
-        try:
-            free = _find_free(ckpt)
-        except CkpttoolError:
-            free = {}
-        if any(of.train_mode for of in free.values()):
-            add("schedule-free-x", len(free), sum(of.z.nbytes for of in free.values()), "average, computed of y and z")
-    for name, size in _averages_beside(ckpt).items():
-        add(name, None, size, "beside the checkpoint, by its name an average")
     return out

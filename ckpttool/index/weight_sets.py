@@ -19,13 +19,24 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Mapping
 from itertools import accumulate
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+from ..errors import Unsupported, argument
 from .checkpoint import Checkpoint, TensorEntry, joined, same_bytes, tied_weights
 from .fqns import strip_wrapper_modules, strip_wrappers
 from .optimizer_names import assign_names, possible_orders
+from .schedule_free import find_free_parameters, is_schedule_free
 
-__all__ = ["OF_TRAINING", "WeightSet", "find_weight_sets", "is_average", "match_key"]
+__all__ = [
+    "OF_TRAINING",
+    "WEIGHT_FILES",
+    "WeightSet",
+    "averages_beside",
+    "describe_weight_sets",
+    "find_weight_sets",
+    "is_average",
+    "match_key",
+]
 
 #: Where Lightning keeps the trained weights, and its model is the average.
 OF_TRAINING = "current_model_state"
@@ -46,6 +57,8 @@ _BUFFERS = frozenset(
     )
 )
 _MODULE = ".module"
+#: How names of files and folders end that may hold weights.
+WEIGHT_FILES = (".pt", ".pth", ".bin", ".ckpt", ".safetensors", ".pkl", "/")
 
 
 class WeightSet(NamedTuple):
@@ -255,3 +268,39 @@ def _complete(
             missing.append(n)
     out = {n: out[n] for n in model if n in out}
     return WeightSet(key, out, tuple(keeps), tuple(missing), reshaped, inside is not None)
+
+
+# ---------------------------------------------------------------------------------------------------------- describing
+
+
+def averages_beside(ckpt: Checkpoint) -> dict[str, int | None]:
+    """Return {name: bytes, None if unknown} of the files and folders beside a checkpoint, that it did not read, whose
+    names say that they are averages."""
+    return {r.name: r.bytes for r in ckpt.unread if r.name.endswith(WEIGHT_FILES) and is_average(r.name)}
+
+
+def describe_weight_sets(ckpt: Checkpoint) -> list[dict[str, Any]]:
+    """Describe the sets of weights of a checkpoint besides its model, as `Summary.weights` has them."""
+    out: list[dict[str, Any]] = []
+
+    def add(key: str, tensors: int | None, nbytes: int | None, what: str) -> None:
+        """Add a row."""
+        out.append({"key": key, "tensors": tensors, "bytes": nbytes, "what": what, "option": argument("weights", key)})
+
+    sets = find_weight_sets(ckpt) if any(t.component == "model" for t in ckpt.tensors.values()) else {}
+    for key, s in sets.items():
+        if s.is_whole:
+            what = "average" if is_average(key) else "weights besides the model"
+            if key == OF_TRAINING:
+                what = "the weights that were trained; the model is their average"
+            add(key, len(s.tensors), sum(t.nbytes for t in s.tensors.values()), what)
+    if is_schedule_free(ckpt):
+        try:
+            free = find_free_parameters(ckpt)
+        except Unsupported:
+            free = {}
+        if any(of.train_mode for of in free.values()):
+            add("schedule-free-x", len(free), sum(of.z.nbytes for of in free.values()), "average, computed of y and z")
+    for name, size in averages_beside(ckpt).items():
+        add(name, None, size, "beside the checkpoint, by its name an average")
+    return out

@@ -162,14 +162,19 @@ def test_a_command_says_whose_option_it_recommends(tmp_path: Path) -> None:
 LACKS: dict[str, dict[str, str]] = {
     "inspect": dict.fromkeys(("--allow-equal-ranks", "--allow-mixed-steps"), "it shows such a checkpoint, with a note"),
     "diff": dict.fromkeys(("--allow-equal-ranks", "--allow-mixed-steps"), "to look at them is what it is for"),
-    "doctor": dict.fromkeys(("--only", "--allow-equal-ranks", "--allow-mixed-steps"), "it looks at all, and refuses nothing"),
+    "verify": {"--weights": "it checks what is there"},
+    "doctor": dict.fromkeys(("--only", "--weights", "--allow-equal-ranks", "--allow-mixed-steps"), "it looks at all, and refuses nothing"),
     "push": {"--only": "the Hub gets the model; --include-optimizer pushes the rest"},
-    "resume-verify": {"--only": "a job needs its whole state"},
-    "adapter extract": {"--only": "it takes the adapter"},
-    "audit restore": dict.fromkeys(("--source-layout", "--tag", "--allow-equal-ranks", "--allow-mixed-steps"), "the source is an archive"),
+    "pull": {"--weights": "a repository has the weights that were pushed"},
+    "resume-verify": dict.fromkeys(("--only", "--weights"), "a job needs its whole state"),
+    "adapter extract": dict.fromkeys(("--only", "--weights"), "it takes the adapter"),
+    "adapter merge": {"--weights": "which adapter is merged, its own options say"},
+    "average": {"--only": "it takes the model"},
+    "audit export": {"--weights": "an archive has the state as it is"},
+    "audit restore": dict.fromkeys(("--weights", "--source-layout", "--tag", "--allow-equal-ranks", "--allow-mixed-steps"), "the source is an archive"),
 }  # fmt: skip
 READERS = (
-    "convert", "inspect", "verify", "diff", "digest", "doctor", "push", "pull", "resume-verify", "adapter extract", "adapter merge", "audit export",
+    "convert", "inspect", "verify", "diff", "digest", "doctor", "push", "pull", "resume-verify", "adapter extract", "adapter merge", "average", "audit export",
     "audit restore",
 )  # fmt: skip
 
@@ -181,6 +186,7 @@ LACKS_IN_WRITING: dict[str, dict[str, str]] = {
     "push": dict.fromkeys((*_CHANGES, "--to", "--world-size"), "the Hub gets hf, which no job loads"),
     "adapter extract": dict.fromkeys((*_CHANGES, "--to", "--world-size", "--cast", "--drop"), "PEFT's folder has one form, and holds no other state"),
     "adapter merge": dict.fromkeys(_CHANGES, "it is the state of a base model, with nothing of the training"),
+    "average": dict.fromkeys(_CHANGES, "it has weights only, under the names of all checkpoints"),
     "audit export": dict.fromkeys((*_CHANGES, "--to", "--world-size", "--cast"), "an archive has the state as it is, at no world size"),
     "audit restore": dict.fromkeys((*_CHANGES, "--cast", "--ignore-recorded-digests"), "the state is the archive's, and compared with it"),
 }  # fmt: skip
@@ -191,6 +197,7 @@ LACKS_IN_RUNNING: dict[str, dict[str, str]] = {
     "push": dict.fromkeys(("--force", "--no-verify", "--max-memory", "--workers"), "it makes a commit, and the Hub has the hashes of all files"),
     "adapter extract": {"--workers": "an adapter is small"},
     "adapter merge": {"--workers": "tensors are computed, by one process"},
+    "average": {"--workers": "tensors are computed, by one process"},
     "audit export": {"--workers": "an archive is one file"},
     "audit restore": {"--workers": "an archive is one file"},
 }  # fmt: skip
@@ -228,7 +235,7 @@ def test_a_layout_that_one_of_two_has_is_that_of_this_one(tmp_path: Path) -> Non
 
 
 def test_the_keywords_of_functions_are_the_fields_of_the_options() -> None:
-    made = {f.name: str(f.type) for f in list_shared_options(OpenOptions, "only")}
+    made = {f.name: str(f.type) for f in list_shared_options(OpenOptions, "only", "weights")}
     assert {n: t.__forward_arg__ for n, t in ReadKeywords.__annotations__.items()} == made
     for function in (
         ckpttool.open,
@@ -248,7 +255,7 @@ def test_the_keywords_of_functions_are_the_fields_of_the_options() -> None:
 
 def test_convert_takes_every_field_of_the_three_requests() -> None:
     made = {f.name: f for request in (WriteRequest, RunOptions, OpenOptions) for f in fields(request)}
-    del made["merge"]  # that is `adapter_merge`
+    del made["merge"], made["average"]  # those are `adapter_merge` and `average`
     assert {n: t.__forward_arg__ for n, t in ConvertKeywords.__annotations__.items()} == {
         n: f.type for n, f in made.items()
     }

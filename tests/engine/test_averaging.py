@@ -27,7 +27,9 @@ OF_ENGINES = {
 }
 
 
-def in_order(states: list[dict[str, Tensor]], combine: Callable[[list[Tensor]], Tensor], wide: torch.dtype) -> dict[str, Tensor]:
+def in_order(
+    states: list[dict[str, Tensor]], combine: Callable[[list[Tensor]], Tensor], wide: torch.dtype
+) -> dict[str, Tensor]:
     """The average by torch: each tensor in the dtype of accumulation, rounded once; of integers the last."""
     out = {}
     for name, last in states[-1].items():
@@ -116,7 +118,9 @@ def found_in(path: Path) -> dict[str, Tensor]:
 @pytest.mark.parametrize("kind", OF_ENGINES)
 @pytest.mark.parametrize("accumulate", WIDE)
 @pytest.mark.usefixtures("blocks")
-def test_three_saves_of_engines_have_the_average_of_their_gathered_states(kind: str, accumulate: str, tmp_path: Path) -> None:
+def test_three_saves_of_engines_have_the_average_of_their_gathered_states(
+    kind: str, accumulate: str, tmp_path: Path
+) -> None:
     cases = OF_ENGINES[kind]
     truth = [load_file(FIXTURES / case / "truth.safetensors") for case in cases]
     states = [{n.removeprefix("model."): t for n, t in of.items() if n.startswith("model.")} for of in truth]
@@ -146,7 +150,12 @@ def test_three_saves_of_engines_have_the_average_of_their_gathered_states(kind: 
 @pytest.mark.parametrize("to", ["full", "dcp", "zero3", "hf", "universal"])
 @pytest.mark.usefixtures("blocks")
 def test_every_layout_gets_the_bits_of_torch(
-    three: tuple[list[Path], list[dict[str, Tensor]]], keywords: Any, combine: Any, accumulate: str, to: str, tmp_path: Path
+    three: tuple[list[Path], list[dict[str, Tensor]]],
+    keywords: Any,
+    combine: Any,
+    accumulate: str,
+    to: str,
+    tmp_path: Path,
 ) -> None:
     paths, states = three
     wanted = in_order(states, combine, WIDE[accumulate])
@@ -174,10 +183,14 @@ def test_the_record_has_the_inputs_and_their_digests(three: tuple[list[Path], An
     assert [(one["name"], one["layout"], one["world_size"], one["step"]) for one in said["inputs"]] == [
         ("0.pt", "full", None, 0), ("dcp", "dcp", 3, 1), ("hf", "hf", None, None),
     ]  # fmt: skip
-    assert [one["digest"] for one in said["inputs"]] == [ckpttool.digest(p, only=["model"]).digest["model"] for p in three[0]]
+    assert [one["digest"] for one in said["inputs"]] == [
+        ckpttool.digest(p, only=["model"]).digest["model"] for p in three[0]
+    ]
 
 
-def test_task_arithmetic_adds_scaled_differences(three: tuple[list[Path], list[dict[str, Tensor]]], tmp_path: Path) -> None:
+def test_task_arithmetic_adds_scaled_differences(
+    three: tuple[list[Path], list[dict[str, Tensor]]], tmp_path: Path
+) -> None:
     paths, (a, b, base) = three
     done = ckpttool.average(paths[:2], tmp_path / "out.pt", base=paths[2], scale=[0.5, 0.25], to="full")
     found = torch.load(tmp_path / "out.pt")["model"]
@@ -201,8 +214,14 @@ def test_slerp_goes_along_the_arc(three: tuple[list[Path], list[dict[str, Tensor
         x, y = (states[i][name].double() for i in range(2))
         cosine = (x * y).sum() / (x.norm() * y.norm())
         angle = torch.acos(cosine.clamp(-1, 1))
-        near = ((1 - t) * x + t * y) if cosine.abs() >= 0.9995 else (torch.sin((1 - t) * angle) * x + torch.sin(t * angle) * y) / torch.sin(angle)
-        assert torch.allclose(found[name].double(), near, rtol=1e-2 if name in ("b16", "f16") else 1e-6, atol=1e-7), name
+        near = (
+            ((1 - t) * x + t * y)
+            if cosine.abs() >= 0.9995
+            else (torch.sin((1 - t) * angle) * x + torch.sin(t * angle) * y) / torch.sin(angle)
+        )
+        assert torch.allclose(found[name].double(), near, rtol=1e-2 if name in ("b16", "f16") else 1e-6, atol=1e-7), (
+            name
+        )
 
 
 def changed(state: dict[str, Tensor], **changes: Tensor | None) -> dict[str, Tensor]:
@@ -257,7 +276,7 @@ def test_arguments_that_make_no_sense_are_refused(
 
 
 def test_a_result_that_does_not_fit_its_dtype_is_refused(three: tuple[list[Path], Any], tmp_path: Path) -> None:
-    with pytest.raises(Unsupported, match='"f16": .* numbers of the result do not fit into float16'):
+    with pytest.raises(Unsupported, match=r'"f16": .* numbers of the result do not fit into float16'):
         ckpttool.average(three[0], tmp_path / "out", coefficients=[1, 1, 1e6], linear=True)
     assert not (tmp_path / "out").exists()
 
@@ -276,7 +295,9 @@ def test_an_input_that_is_not_what_was_recorded_is_refused(three: tuple[list[Pat
     assert not (tmp_path / "out").exists()
 
 
-def test_damage_in_a_file_of_torch_is_found_while_blocks_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_damage_in_a_file_of_torch_is_found_while_blocks_are_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(computed_files, "MOST_ELEMENTS", 100)
     for i in range(2):
         torch.save({"model": {"a.weight": torch.full((50, 40), 1.0 + i)}}, tmp_path / f"{i}.pt")
@@ -288,7 +309,9 @@ def test_damage_in_a_file_of_torch_is_found_while_blocks_are_read(tmp_path: Path
         ckpttool.average([tmp_path / "0.pt", tmp_path / "1.pt"], tmp_path / "out")
 
 
-def test_the_averages_of_trainers_are_averaged(three: tuple[list[Path], list[dict[str, Tensor]]], tmp_path: Path) -> None:
+def test_the_averages_of_trainers_are_averaged(
+    three: tuple[list[Path], list[dict[str, Tensor]]], tmp_path: Path
+) -> None:
     states = three[1][:2]
     for i, state in enumerate(states):
         torch.save({"model": {n: torch.zeros_like(t) for n, t in state.items()}, "ema": state}, tmp_path / f"{i}.pt")
@@ -300,7 +323,9 @@ def test_the_averages_of_trainers_are_averaged(three: tuple[list[Path], list[dic
 
 
 def test_the_command_prints_what_it_computes(three: tuple[list[Path], Any], tmp_path: Path) -> None:
-    done = ckpttool_here("average", *three[0], tmp_path / "out", "--to", "dcp", "-n", 3, "--accumulate", "fp32", "--json")
+    done = ckpttool_here(
+        "average", *three[0], tmp_path / "out", "--to", "dcp", "-n", 3, "--accumulate", "fp32", "--json"
+    )
     said = json.loads(done.stdout)
     assert done.returncode == 0 and said["verified"] and said["layout_to"] == "dcp"
     assert said["notes"][0].startswith("mean of 0.pt (full), dcp (dcp), hf (hf), computed in float32 in this order")

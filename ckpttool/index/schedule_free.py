@@ -1,0 +1,70 @@
+"""The state of a schedule-free optimizer: z of each parameter, and whether the weights are x or y.
+
+    y = lerp(x, z, 1 - beta1)          where gradients are taken: the weights after optimizer.train()
+    x = lerp(y, z, 1 - 1/beta1)        the average, to evaluate and to publish: the weights after optimizer.eval()
+
+Sources: schedulefree 1.4 (adamw_schedulefree.py, sgd_schedulefree.py, radam_schedulefree.py: eval and train).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from ..errors import Unsupported, argument
+from .checkpoint import Checkpoint, TensorEntry
+from .names import KEEPS_NUMBERS
+from .optimizers import find_optimizers
+
+__all__ = ["FreeParameter", "find_free_parameters", "is_schedule_free"]
+
+
+def is_schedule_free(ckpt: Checkpoint) -> bool:
+    """Tell whether the optimizer is a schedule-free one."""
+    return any(state.name.startswith("schedule-free") for state in find_optimizers(ckpt))
+
+
+@dataclass(frozen=True)
+class FreeParameter:
+    """A parameter of a schedule-free optimizer: its z, the momentum of its group, and whether the weights are y."""
+
+    z: TensorEntry
+    beta: float
+    train_mode: bool
+
+
+def find_free_parameters(ckpt: Checkpoint, notes: Sequence[str] = ()) -> dict[str, FreeParameter]:
+    """Find the parameters of a schedule-free optimizer that have a z, {FQN: parameter}.
+
+    Args:
+        notes: those of the checkpoint, which may say why there are none.
+
+    Raises:
+        Unsupported: the optimizer is another one, or its param groups do not say enough.
+    """
+    if not is_schedule_free(ckpt):
+        unnamed = next((f" {n}" for n in notes if n.startswith(KEEPS_NUMBERS)), "")
+        raise Unsupported(
+            f"{argument('weights', 'schedule-free-x')}: {ckpt.root} has no state of a schedule-free optimizer under "
+            f'the names of its weights: no slot is called "z".{unnamed}'
+        )
+    options: dict[int, dict[str, Any]] = {}
+    for v in ckpt.values.values():
+        if v.option is not None:
+            options.setdefault(v.group, {})[v.option] = v.data
+    out: dict[str, FreeParameter] = {}
+    for i, group in options.items():
+        betas = group.get("betas", (group.get("betas.0", group.get("momentum")),))
+        beta, mode = betas[0], group.get("train_mode")
+        for n in group.get("params", ()):
+            z = ckpt.tensors.get(f"optim.state.{n}.z")
+            if z is None:
+                continue
+            if not isinstance(beta, float) or not 0 < beta < 1 or not isinstance(mode, bool):
+                raise Unsupported(
+                    f"{argument('weights', 'schedule-free-x')}: param group {i} of {ckpt.root} says betas or momentum "
+                    f"{beta!r} and train_mode {mode!r}; both are needed to tell whether the weights are x or y."
+                )
+            out[str(n)] = FreeParameter(z, beta, mode)
+    return out
