@@ -11,7 +11,7 @@ from ..storage import upload, urls
 from .conversion import PYTHON_BYTES, choose_io_budget, most_memory_bytes
 from .copy.tensor_digests import reporting
 from .destination import can_share, check_destination, normalise_destination
-from .opening import CheckpointPath
+from .opening import CheckpointPath, MergedCheckpoint
 from .planning import Plan, choose_dtype, plan_conversion, read_map
 from .verification import list_held_tensors
 from .workers.coordinator import why_one_process
@@ -83,7 +83,8 @@ def estimate_conversion(
         opened, draft = planned.opened, planned.draft
         free = check_destination(src, dst, planned, running.force)
         budget = choose_io_budget(running.max_memory_bytes, running.threads, opened.source)
-        read = sum(t.nbytes for t in draft.sources.values()) + (draft.nbytes if running.verify else 0)
+        inputs = len(opened.parts) if reading.average is not None and isinstance(opened, MergedCheckpoint) else 1
+        read = inputs * sum(t.nbytes for t in draft.sources.values()) + (draft.nbytes if running.verify else 0)
         held = list_held_tensors(opened.checkpoint, draft, choose_dtype(writing.dtype, writing.cast or {}))
         each = most_memory_bytes(budget, opened.source)
         if urls.is_url(os.fspath(dst)):

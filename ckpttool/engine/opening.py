@@ -373,6 +373,7 @@ def open_checkpoint(
         CkpttoolError: what `open` raises; the files are closed then.
     """
     only = None if options.only is None or options.weights is not None else tuple(options.only)
+    needed = needed if options.weights is None else lambda component: component == "model"
     model = model or model_of(options)
     raise_file_limit()
     where = path if isinstance(path, layouts.Place) else layouts.place(path)

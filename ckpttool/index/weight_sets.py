@@ -89,17 +89,19 @@ def find_weight_sets(ckpt: Checkpoint) -> dict[str, WeightSet]:
 
     Where the checkpoint has no model, any dict of weights is a set.
     """
-    model = {t.local_name: t for t in ckpt.tensors.values() if t.component == "model" and t.shape is not None}
+    model = {t.local_name: t for t in ckpt.tensors.values() if t.component == "model"}
     rest = {n: t for n, t in ckpt.tensors.items() if t.component not in ("model", "optim", "rng")}
     if not model:
         return _find_without_model(rest.values())
+    trained = frozenset(t.parameter for t in ckpt.tensors.values() if t.slot is not None)
     found = [
         *_find_by_prefix(rest.values(), model),
-        *_find_lists(rest.values(), ckpt, model),
+        *_find_lists(rest.values(), ckpt, model, trained),
         *_find_slots(ckpt, model),
         *_find_modules(model),
     ]
-    sets = [_complete(ckpt, model, key, tensors, inside) for key, tensors, inside in found]
+    tied = tied_weights(model) if found else {}
+    sets = [_complete(model, trained, tied, *one) for one in found]
     out: dict[str, WeightSet] = {}
     held: set[frozenset[int]] = set()
     for one in sorted(sets, key=lambda s: (not s.is_whole, len(s.key))):
@@ -159,16 +161,21 @@ def _find_by_prefix(tensors: Iterable[TensorEntry], model: Mapping[str, TensorEn
     return [(key.removesuffix(_MODULE), found, None) for key, found in out.items()]
 
 
-def _find_lists(tensors: Iterable[TensorEntry], ckpt: Checkpoint, model: Mapping[str, TensorEntry]) -> list[_Found]:
-    """Find lists of tensors whose shapes, in their order, are those of the model's parameters in one order only."""
+def _find_lists(
+    tensors: Iterable[TensorEntry], ckpt: Checkpoint, model: Mapping[str, TensorEntry], trained: frozenset[str]
+) -> list[_Found]:
+    """Find lists of tensors whose shapes, in their order, are those of the model's parameters in one order only.
+
+    Args:
+        trained: FQNs that the optimizer has state for.
+    """
     lists: dict[str, dict[int, TensorEntry]] = {}
     for t in tensors:
         if type(t.path[-1]) is int:
             lists.setdefault(joined(t.path[1:-1]), {})[t.path[-1]] = t
     if not lists:
         return []
-    tied = tied_weights({n: t for n, t in model.items()})
-    trained = {t.parameter for t in ckpt.tensors.values() if t.slot is not None}
+    tied = tied_weights(model)
     alone = [n for n in model if n not in tied]
     by_file = any(ckpt.files[f].endswith(".safetensors") for t in model.values() for f in t.chunks.file[:1])
     out: list[_Found] = []
@@ -187,14 +194,15 @@ def _find_lists(tensors: Iterable[TensorEntry], ckpt: Checkpoint, model: Mapping
 
 def _find_slots(ckpt: Checkpoint, model: Mapping[str, TensorEntry]) -> list[_Found]:
     """Find slots of the optimizer that are averages by their names."""
-    out: dict[str, dict[str, TensorEntry]] = {}
-    for t in ckpt.tensors.values():
-        slot = t.slot
-        if slot is not None and len(t.path) == 4 and is_average(slot) and not _MOMENTS.fullmatch(slot):
-            of = model.get(t.parameter)
-            if of is not None and of.shape == t.shape:
-                out.setdefault(slot, {})[t.parameter] = t
-    return [(slot, found, None) for slot, found in out.items()]
+    slots = {t.slot for t in ckpt.tensors.values()} - {None}
+    out: dict[str, dict[str, TensorEntry]] = {
+        str(slot): {} for slot in slots if is_average(str(slot)) and not _MOMENTS.fullmatch(str(slot))
+    }
+    for t in ckpt.tensors.values() if out else ():
+        of = model.get(t.parameter)
+        if t.slot in out and len(t.path) == 4 and of is not None and of.shape == t.shape:
+            out[str(t.slot)][t.parameter] = t
+    return [(slot, found, None) for slot, found in out.items() if found]
 
 
 def _find_modules(model: Mapping[str, TensorEntry]) -> list[_Found]:
@@ -236,8 +244,9 @@ def _find_without_model(tensors: Iterable[TensorEntry]) -> dict[str, WeightSet]:
 
 
 def _complete(
-    ckpt: Checkpoint,
     model: Mapping[str, TensorEntry],
+    trained: frozenset[str],
+    tied: Mapping[str, str],
     key: str,
     tensors: Mapping[str, TensorEntry],
     inside: frozenset[str] | None,
@@ -245,6 +254,8 @@ def _complete(
     """Make a set of what was found, with what it lacks of the model.
 
     Args:
+        trained: FQNs that the optimizer has state for.
+        tied: {name of a tied weight: the first name of the same bytes}.
         inside: FQNs of the module that a set inside the model is an average of; None for one outside.
     """
     if key == "module":  # all of the model
@@ -252,8 +263,6 @@ def _complete(
     wanted = model if inside is None else inside
     reshaped = tuple(n for n, t in tensors.items() if t.shape != model[n].shape)
     lacks = [n for n in wanted if n not in tensors]
-    trained = {t.parameter for t in ckpt.tensors.values() if t.slot is not None}
-    tied = tied_weights({n: t for n, t in model.items()})
     out = {n: tensors[n] for n in model if n in tensors}
     keeps: list[str] = []
     missing: list[str] = []
