@@ -136,6 +136,19 @@ def test_numbers_of_six_bits_are_pushed_byte_for_byte(hub: Hub, tmp_path: Path) 
     assert (name, found["dtype"], found["shape"], bytes(found["data"])) == ("w", "F6_E2M3", [4, 16], bytes(range(48)))
 
 
+def test_an_average_is_pushed_as_the_model(hub: Hub, tmp_path: Path) -> None:
+    """Also the x of a schedule-free optimizer, which is computed as it is uploaded."""
+    for case in ("ema_pytorch", "schedulefree_adamw_bfloat16"):
+        folder = FIXTURES / "averages" / case
+        key = "ema" if case == "ema_pytorch" else "schedule-free-x"
+        done = push(str(folder / "ckpt.pt"), URL, weights=key)
+        found = dict(deserialize(head(hub)["model.safetensors"]))
+        wanted = dict(deserialize((folder / "truth.safetensors").read_bytes()))
+        assert found.keys() == wanted.keys() - {"head.weight"}  # tied, and written once
+        assert all(bytes(found[n]["data"]) == bytes(wanted[n]["data"]) for n in found)
+        assert any("are the model now" in note for note in done.notes)
+
+
 @pytest.mark.parametrize(
     "case",
     ["fsdp2_w3", "fsdp2_w2_zstd", "fsdp2_w4_tp", "fsdp2_w3_tied_bf16", "full_w1", "zero3_w4", "universal_z3_w2",
