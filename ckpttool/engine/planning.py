@@ -350,11 +350,15 @@ def _change_state(
         ckpt = replace(ckpt, recorded={**ckpt.recorded, **writing.expected})
     inputs = opened.inputs
     if writing.dequantize:
-        inside = {n: t for n, t in ckpt.tensors.items() if n in ckpt.recorded}
-        plain, computed = dequantize((ckpt, source), writing.dequantize)
-        codes_only = replace(ckpt, tensors={n: t for n, t in inside.items() if n not in plain.tensors})
-        inputs = (*inputs, replace(opened, checkpoint=codes_only))
+        beside = source if opened.folder else None
+        codes = encodings.find_in_checkpoint(ckpt, encodings.read_quantization_config(ckpt, beside))
+        choose, dtype = choose_dtype(writing.dtype, writing.cast or {}), encodings.read_model_dtype(ckpt, beside)
+        here = replace(opened, checkpoint=ckpt)
+        plain, computed, lost = dequantize(here, writing.dequantize, codes, choose, dtype)
+        inside = {n: t for n, t in ckpt.tensors.items() if n in ckpt.recorded and n not in plain.recorded}
+        inputs = (*inputs, replace(opened, checkpoint=replace(ckpt, tensors=inside)))
         account.add_step("dequantised", ckpt, plain, computed=True)
+        account.dropped += lost
         ckpt, source = plain, computed
     # its keys, then its names
     if writing.canonical_keys:

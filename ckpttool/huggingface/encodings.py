@@ -53,10 +53,12 @@ __all__ = [
     "find_in_checkpoint",
     "find_in_tensors",
     "parameter_shapes",
+    "read_model_dtype",
     "read_quantization_config",
 ]
 
 _Shape = tuple[int, ...]
+_Block = tuple[int, int]  # rows, columns
 
 _FLOAT8 = frozenset(("float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz", "float8_e5m2fnuz"))
 _WIDE = frozenset(("float64", "float32", "float16", "bfloat16"))
@@ -135,14 +137,38 @@ ADVICE = (
 )
 
 
-class Encoded(NamedTuple):
-    """One weight: its scheme, the tensor with its scales, and the name and shape of the parameter that it is (None: not
-    known)."""
+@dataclass(frozen=True)
+class Encoded:
+    """One weight that is codes.
+
+    `scheme`    text for people
+    `kind`      which formula gives its numbers (huggingface/decoding.py); "" where none is known
+    `weight`    name of the parameter that it is
+    `shape`     shape of that parameter; None where only the tensor `parts["shape"]`, or nothing, says it
+    `parts`     {what it is: name of the tensor}: "codes" and "scale", and, where there are such tensors, what their
+                names end with: "zero_point", "scale_2", "global_scale", "shape", "g_idx", "qzeros", "quant_map", ...
+    `block`     (rows, columns) of the parameter that share a scale; None where the formula knows itself
+    `bits`      of one code; None where neither dtypes nor the config say so
+    `rounded`   dtype in which the reference multiplies, and so rounds, before it gives any other; "" is the one that
+                is asked for
+    `dtype`     dtype that the reference gives where neither the model nor the caller asks for one
+    """
 
     scheme: str
-    scale: str
+    kind: str
     weight: str
     shape: _Shape | None
+    parts: Mapping[str, str]
+    block: _Block | None = None
+    bits: int | None = None
+    rounded: str = "float32"
+    dtype: str = "bfloat16"
+    rounds_scale: bool = False  # whether the scale, too, is rounded to `rounded`
+
+    @property
+    def scale(self) -> str:
+        """Return the name of the tensor with its scales."""
+        return self.parts["scale"]
 
 
 class Fault(NamedTuple):
@@ -226,22 +252,41 @@ def read_quantization_config(ckpt: Checkpoint, source: Source | None) -> Config 
         ckpt: the checkpoint; its own config counts first.
         source: the folder that belongs to the checkpoint; None where it is a file among others.
     """
-    configs = [ckpt.config or {}]
-    for name in ("config.json", "hf_quant_config.json") if source is not None else ():
-        try:
-            if source is not None and name in source.list():
-                configs.append(bounded_json.parse(source.read_all(name, 16 << 20), name))
-        except CkpttoolError:  # damaged, or it cannot be listed: names and shapes tell most
-            continue
-    for config in configs:
-        for inner in (config, config.get("text_config")) if isinstance(config, dict) else ():
+    for config in _read_configs(ckpt, source):
+        for inner in (config, config.get("text_config")):
             found = inner.get("quantization_config") if isinstance(inner, dict) else None
             if isinstance(found, dict):
                 return found
-        if isinstance(config, dict) and isinstance(config.get("quantization"), dict):
+        if isinstance(config.get("quantization"), dict):
             own = config["quantization"]  # ModelOpt's has quant_algo, MLX's group_size and bits
             return {"quant_method": "modelopt" if "quant_algo" in own else "mlx", **own}
     return None
+
+
+def read_model_dtype(ckpt: Checkpoint, source: Source | None) -> str | None:
+    """Read torch's name of the dtype in which the config beside a checkpoint says that the model computes; None where
+    it does not say. The arguments are those of `read_quantization_config`."""
+    for config in _read_configs(ckpt, source):
+        text = config.get("text_config")
+        for inner in (config, text if isinstance(text, dict) else {}):
+            for key in ("dtype", "torch_dtype"):
+                if inner.get(key) in _WIDE:
+                    return str(inner[key])
+    return None
+
+
+def _read_configs(ckpt: Checkpoint, source: Source | None) -> Iterator[Config]:
+    """Yield what the configs beside a checkpoint say, its own first; damaged ones are passed over."""
+    if ckpt.config:
+        yield ckpt.config
+    for name in ("config.json", "hf_quant_config.json") if source is not None else ():
+        try:
+            if source is not None and name in source.list():
+                found = bounded_json.parse(source.read_all(name, 16 << 20), name)
+                if isinstance(found, dict):
+                    yield found
+        except CkpttoolError:  # damaged, or it cannot be listed: names and shapes tell most
+            continue
 
 
 def find_in_checkpoint(ckpt: Checkpoint, config: Config | None) -> Encodings:
@@ -273,8 +318,9 @@ def find_in_tensors(tensors: Mapping[str, TensorEntry], config: Config | None = 
         for pair, codes in _candidate_pairs(name, tensors):
             found = _match_scheme(pair, codes, name, tensors, said)
             if found is not None:
-                weights[codes] = Encoded(found[0], name, name[: -len(pair.scale)] + pair.leaf, found[1])
-                belongs |= dict.fromkeys(_tensors_of_codes(codes, name, pair, tensors), codes)
+                parts = _parts_of_codes(codes, name, pair, tensors)
+                weights[codes] = _make_encoded(found, name[: -len(pair.scale)] + pair.leaf, parts, tensors, said)
+                belongs |= dict.fromkeys(parts.values(), codes)
             elif pair.sure or quantised or (tensors[codes].dtype in _FLOAT8 and pair.scale == "_scale"):
                 shapes = f"{list(tensors[name].shape)} for codes of {list(tensors[codes].shape)}"
                 unfit |= {name, codes}
@@ -332,8 +378,8 @@ def _candidate_pairs(name: str, tensors: Mapping[str, TensorEntry]) -> Iterator[
                 yield pair, codes
 
 
-def _tensors_of_codes(codes: str, scale: str, pair: _Pair, tensors: Mapping[str, TensorEntry]) -> list[str]:
-    """List the tensors that belong to some codes: the codes, their scale, and what else there is of them.
+def _parts_of_codes(codes: str, scale: str, pair: _Pair, tensors: Mapping[str, TensorEntry]) -> dict[str, str]:
+    """Return the tensors that belong to some codes, as `Encoded.parts` has them.
 
     Args:
         codes: name of the codes.
@@ -342,21 +388,56 @@ def _tensors_of_codes(codes: str, scale: str, pair: _Pair, tensors: Mapping[str,
         tensors: {name: tensor} of all.
     """
     stem, module = scale[: -len(pair.scale)], codes.rpartition(".")[0]
-    others = [stem + end for end in _WITH_WEIGHT] + [f"{module}.{leaf}" for leaf in _WITH_MODULE]
-    return [codes, scale, *(n for n in others if n in tensors)]
+    others = {end.lstrip("._"): stem + end for end in _WITH_WEIGHT}
+    others = {leaf: f"{module}.{leaf}" for leaf in _WITH_MODULE} | {k: n for k, n in others.items() if n in tensors}
+    return {"codes": codes, "scale": scale, **{k: n for k, n in others.items() if n in tensors}}
+
+
+def _make_encoded(
+    found: _Scheme, weight: str, parts: Mapping[str, str], tensors: Mapping[str, TensorEntry], said: _StatedScheme
+) -> Encoded:
+    """Describe a weight whose codes and scale match a scheme.
+
+    Args:
+        weight: name of the parameter.
+        parts: as `Encoded.parts`.
+        tensors: {name: tensor} of all.
+        said: what the config says of all weights.
+    """
+    wide = (stored := tensors[parts["scale"]].dtype) in _WIDE
+    rounded, dtype = "float32", stored if stored in ("bfloat16", "float16") else "bfloat16"
+    rounds_scale = False
+    if parts["scale"].endswith("_scale") and "scale_2" not in parts:
+        if rounds_scale := said.method == "modelopt":
+            rounded = ""
+        else:  # compressed-tensors computes in the scale's dtype, and FBGEMM's is float32
+            rounded = dtype = stored if wide else "bfloat16"
+    return Encoded(
+        found.text, found.kind, weight, found.shape, parts, found.block, found.bits, rounded, dtype, rounds_scale
+    )
 
 
 # --------------------------------------------------------------------------------------------------------- schemes
 
-_Scheme = tuple[str, _Shape | None]  # its name, and the shape of the parameter
+
+class _Scheme(NamedTuple):
+    """A scheme that codes and a scale match: its name for people, and what `Encoded` says of it."""
+
+    text: str
+    shape: _Shape | None
+    kind: str = ""
+    block: _Block | None = None
+    bits: int | None = None
 
 
 class _StatedScheme(NamedTuple):
-    """What a config says of all its weights: the sizes of blocks with a scale each, and bits of a number; None where it
-    has no one answer."""
+    """What a config says of all its weights: the sizes of blocks with a scale each, bits of a number, numbers of a row
+    that share a scale, and the program (`quant_method`); None where it has no one answer."""
 
-    block: tuple[int, int] | None
+    block: _Block | None
     bits: int | None
+    group: int | None
+    method: str | None
 
 
 def _parse_quantization_config(config: Config) -> _StatedScheme:
@@ -372,14 +453,19 @@ def _parse_quantization_config(config: Config) -> _StatedScheme:
         if isinstance(size, list) and len(size) == 2 and all(type(n) is int and n > 0 for n in size)
     }
     bits = {n for n in (config.get("bits"), *(w.get("num_bits") for w in rows)) if type(n) is int}
-    return _StatedScheme(blocks.pop() if len(blocks) == 1 else None, bits.pop() if len(bits) == 1 else None)
+    groups_of = {n for w in (config, *rows) if type(n := w.get("group_size")) is int and n > 0}
+    return _StatedScheme(
+        blocks.pop() if len(blocks) == 1 else None,
+        bits.pop() if len(bits) == 1 else None,
+        groups_of.pop() if len(groups_of) == 1 else None,
+        config.get("quant_method"),
+    )
 
 
 def _match_scheme(
     pair: _Pair, codes: str, scale: str, tensors: Mapping[str, TensorEntry], said: _StatedScheme
 ) -> _Scheme | None:
-    """Return (name of the scheme, shape of the parameter or None) of codes and a scale; None where the scale's shape or
-    dtype does not fit.
+    """Return the scheme of codes and a scale; None where the scale's shape or dtype does not fit.
 
     Args:
         pair: how their names go together.
@@ -391,31 +477,37 @@ def _match_scheme(
     c, s = tensors[codes], tensors[scale]
     if pair.scale == ".absmax":
         kind = next((k for k in ("nf4", "fp4") if f"{codes}.quant_state.bitsandbytes__{k}" in tensors), "4 bits")
-        return (f"bitsandbytes {kind}", None) if f"{codes}.quant_map" in tensors and len(s.shape) == 1 else None
+        fits = f"{codes}.quant_map" in tensors and len(s.shape) == 1
+        return _Scheme(f"bitsandbytes {kind}", None, "bitsandbytes 4", bits=4) if fits else None
     if pair.scale == ".SCB":
-        return ("bitsandbytes int8 (one scale a row)", c.shape) if s.shape == c.shape[:1] else None
+        fits = s.shape == c.shape[:1]
+        return _Scheme("bitsandbytes int8 (one scale a row)", c.shape, "bitsandbytes 8", bits=8) if fits else None
     if pair.codes == "_blocks":
-        fits = len(c.shape) > 2 and s.shape == c.shape[:-1] and c.shape[-1] == 16 and s.dtype == "uint8"
-        # transformers' parameter is transposed
-        return ("mxfp4 (groups of 32)", (*c.shape[:-3], c.shape[-2] * 32, c.shape[-3])) if fits else None
+        if len(c.shape) < 3 or s.shape != c.shape[:-1] or c.shape[-1] != 16 or s.dtype != "uint8":
+            return None
+        shape = (*c.shape[:-3], c.shape[-2] * 32, c.shape[-3])  # transformers' parameter is transposed
+        return _Scheme("mxfp4 (groups of 32)", shape, "transposed fp4", (32, 1), 4)
     if c.dtype == "uint32":
         return _match_mlx(c.shape, s.shape, said)
     if c.dtype == "int32":
         return _match_packed_integers(pair, c.shape, s, said)
     if c.dtype in _TWO_IN_A_BYTE and (fp4 := _match_fp4(c, s)) is not None:
-        return fp4, (*c.shape[:-1], 2 * c.shape[-1])
-    how = _scale_granularity(c.shape, s.shape, said.block)
-    if how is None or s.dtype not in _WIDE | _EXPONENTS or (pair.codes == "_packed"):
+        return fp4
+    found = _scale_granularity(c.shape, s.shape, said.block)
+    if found is None or s.dtype not in _WIDE | _EXPONENTS or (pair.codes == "_packed"):
         return None
+    how, block = found
     if c.dtype in _FLOAT8:
-        return f"{'mxfp8' if s.dtype in _EXPONENTS and how == 'groups of 32' else 'fp8'} ({c.dtype}, {how})", c.shape
+        name = "mxfp8" if s.dtype in _EXPONENTS and how == "groups of 32" else "fp8"
+        return _Scheme(f"{name} ({c.dtype}, {how})", c.shape, "blocks", block, 8)
     if c.dtype == "int8":
-        return f"int8 ({how})", c.shape
-    return (f"packed codes ({c.dtype}, {how})", None) if how == "one scale each" or c.dtype != "uint8" else None
+        return _Scheme(f"int8 ({how})", c.shape, "blocks", block, 8)
+    packed = _Scheme(f"packed codes ({c.dtype}, {how})", None)
+    return packed if how == "one scale each" or c.dtype != "uint8" else None
 
 
 def _match_packed_integers(pair: _Pair, codes: _Shape, s: TensorEntry, said: _StatedScheme) -> _Scheme | None:
-    """Return (name of the scheme, None) of integers packed in int32; None where the scale does not fit.
+    """Return the scheme of integers packed in int32; None where the scale does not fit.
 
     GPTQ packs the rows, AWQ the columns of the transposed weight, whose scales are [groups, columns].
 
@@ -430,15 +522,18 @@ def _match_packed_integers(pair: _Pair, codes: _Shape, s: TensorEntry, said: _St
         return None
     if pair.codes == "_packed":
         fits = prod(s.shape) == 1 or (s.shape[:-1] == codes[:-1] and 0 < s.shape[-1] <= 16 * codes[-1])
-        return (text, None) if fits else None
+        grouped = said.group is not None and len(s.shape) == len(codes) and s.shape[-1] > 1
+        shape = (*codes[:-1], s.shape[-1] * said.group) if grouped and said.group is not None else None
+        return _Scheme(text, shape, "packed integers", bits=said.bits) if fits else None
     if len(codes) != 2 or len(s.shape) != 2:
         return None
     kinds = {codes[1]: "gptq", 8 * codes[1]: "awq", 4 * codes[1]: "awq"}
-    return (f"{kinds[s.shape[1]]} ({text})", None) if s.shape[1] in kinds else None
+    kind = kinds.get(s.shape[1])
+    return None if kind is None else _Scheme(f"{kind} ({text})", None, kind, bits=said.bits)
 
 
 def _match_mlx(codes: _Shape, scales: _Shape, said: _StatedScheme) -> _Scheme | None:
-    """Return (name of the scheme, shape of the parameter) of MLX's weights; None where the scales do not fit.
+    """Return the scheme of MLX's weights; None where the scales do not fit.
 
     MLX has a scale for each group of 32, 64 or 128 numbers in a row. The parameter's shape needs the bits of the
     config; it is None where that does not tell them.
@@ -451,23 +546,25 @@ def _match_mlx(codes: _Shape, scales: _Shape, said: _StatedScheme) -> _Scheme | 
     if len(codes) < 2 or scales[:-1] != codes[:-1]:
         return None
     if said.bits is None:
-        return "mlx", None
-    return f"mlx ({said.bits} bits)", (*codes[:-1], codes[-1] * 32 // said.bits) if said.bits > 0 else None
+        return _Scheme("mlx", None)
+    shape = (*codes[:-1], codes[-1] * 32 // said.bits) if said.bits > 0 else None
+    return _Scheme(f"mlx ({said.bits} bits)", shape, bits=said.bits)
 
 
-def _match_fp4(c: TensorEntry, s: TensorEntry) -> str | None:
-    """Return the name of fp4 with two codes in a byte (`c`), whose scales (`s`) are for groups of 16 or 32 codes; None
-    where the shapes are others."""
+def _match_fp4(c: TensorEntry, s: TensorEntry) -> _Scheme | None:
+    """Return the scheme of fp4 with two codes in a byte (`c`), whose scales (`s`) are for groups of 16 or 32 codes;
+    None where the shapes are others."""
     if not c.shape or not s.shape or s.shape[:-1] != c.shape[:-1]:
         return None
     for kind, dtypes, group in (("nvfp4", _FLOAT8, 16), ("mxfp4", _EXPONENTS, 32)):
         if s.dtype in dtypes and s.shape[-1] == -(-2 * c.shape[-1] // group):
-            return f"{kind} (groups of {group})"
+            return _Scheme(f"{kind} (groups of {group})", (*c.shape[:-1], 2 * c.shape[-1]), "fp4", (1, group), 4)
     return None
 
 
-def _scale_granularity(shape: _Shape, scale: _Shape, block: _Shape | None) -> str | None:
-    """Return a text on which codes share a scale ("blocks of 128x128"); None where the shapes do not fit.
+def _scale_granularity(shape: _Shape, scale: _Shape, block: _Block | None) -> tuple[str, _Block] | None:
+    """Return which codes share a scale, as a text ("blocks of 128x128") and as (rows, columns); None where the shapes
+    do not fit.
 
     Args:
         shape: of the codes.
@@ -480,17 +577,18 @@ def _scale_granularity(shape: _Shape, scale: _Shape, block: _Shape | None) -> st
         and alike
         and scale == (*shape[:-2], *(-(-n // b) for n, b in zip(shape[-2:], block, strict=True)))
     ):
-        return f"blocks of {block[0]}x{block[1]}"
+        return f"blocks of {block[0]}x{block[1]}", block
+    rows, columns = (1, 1, *shape)[-2:]
     if prod(scale) == 1 or scale in (shape[:-2], (*shape[:-2], 1, 1)):
-        return "one scale each"
+        return "one scale each", (rows, columns)
     if scale in (shape[:-1], (*shape[:-1], 1)):
-        return "one scale a row"
+        return "one scale a row", (1, columns)
     if block is not None or not alike or scale[:-2] != shape[:-2]:
         return None
-    rows, columns = (_codes_per_scale(n, k) for n, k in zip(shape[-2:], scale[-2:], strict=True))
-    if not rows or not columns:
+    down, along = (_codes_per_scale(n, k) for n, k in zip(shape[-2:], scale[-2:], strict=True))
+    if not down or not along:
         return None
-    return f"groups of {columns}" if rows == 1 else f"blocks of {rows}x{columns}"
+    return f"groups of {along}" if down == 1 else f"blocks of {down}x{along}", (down, along)
 
 
 def _codes_per_scale(n: int, scales: int) -> int:

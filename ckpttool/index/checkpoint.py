@@ -448,6 +448,7 @@ class Checkpoint:
     derived: dict[str, Any] | None = (
         None  # how its weights were chosen or computed, for ckpttool.json: {"weights": ...}
     )
+    dequantized: dict[str, str] = field(default_factory=dict)  # {weight: the codes that it is computed from}
     salvage: Salvage | None = None  # of what is left of a damaged checkpoint, or of a copy of what was left
     #: {name of a weight: what the model computes with}, where `tensors` has the fp32 master as the weight; nothing
     #: carries it

@@ -15,6 +15,7 @@ import os
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from ..errors import Corrupt
 from .remote import open_source
@@ -26,6 +27,7 @@ __all__ = [
     "ComputedSource",
     "JoinedSource",
     "LostBytes",
+    "PagedFile",
     "Patch",
     "PatchedSource",
     "SiblingsSource",
@@ -43,14 +45,25 @@ _OTHER = "\0other checkpoint/"
 # ---------------------------------------------------------------------------------------------------- computed files
 
 
+class PagedFile(NamedTuple):
+    """A file that exists nowhere, and is computed a page at a time: `compute(k)` returns bytes [k * page, (k + 1) *
+    page), as far as the file goes."""
+
+    size: int
+    page: int
+    compute: Callable[[int], memoryview]
+
+
 class ComputedSource(OverlaySource):
     """The files of another source, and files that exist nowhere.
 
-    One such file is in memory at a time, so readers go from front to back with one thread (`Source.in_order`).
+    One such file, or a page of it, is in memory at a time, so readers go from front to back with one thread
+    (`Source.in_order`).
 
     Args:
         base: the source whose names stay as they are.
-        made: {name of a file that exists nowhere: (its size, what computes its bytes)}; the last one computed is kept.
+        made: {name of a file that exists nowhere: (its size, what computes its bytes), or its pages}; what was computed
+            last is kept.
         others: further sources that bytes are computed from; all are closed with this one.
         working_bytes: memory that computing one file takes.
     """
@@ -60,14 +73,14 @@ class ComputedSource(OverlaySource):
     def __init__(
         self,
         base: Source,
-        made: Mapping[str, tuple[int, Callable[[], memoryview]]],
+        made: Mapping[str, tuple[int, Callable[[], memoryview]] | PagedFile],
         others: Iterable[Source],
         working_bytes: int,
     ) -> None:
         super().__init__(base, *(s for s in others if s is not base))
         self.made, self.working_bytes = made, working_bytes
         self._making = threading.Lock()
-        self._held: tuple[str, memoryview] = ("", memoryview(b""))
+        self._held: tuple[str, int, memoryview] = ("", 0, memoryview(b""))
 
     def name_here(self, number: int, name: str) -> str:
         """Return the path of a file of `sources[number]`: its name where that is the first source, and otherwise a path
@@ -83,16 +96,24 @@ class ComputedSource(OverlaySource):
         return self.made[name][0] if name in self.made else super().size(name)
 
     def readinto(self, name: str, offset: int, into: memoryview) -> None:
-        """Fill `into` with the bytes of a file from `offset` on. A computed file is made whole, unless it was the last
-        that was read."""
+        """Fill `into` with the bytes of a file from `offset` on. A computed file, or a page of it, is made whole,
+        unless it was the last that was read."""
         if name not in self.made:
             super().readinto(name, offset, into)
             return
+        made = self.made[name]
+        size = made.page if isinstance(made, PagedFile) else max(1, made[0])
         with self._making:
-            if self._held[0] != name:
-                self._held = ("", memoryview(b""))  # before the next one is made, so that there are never two
-                self._held = (name, self.made[name][1]())
-            into[:] = self._held[1][offset : offset + len(into)]
+            at = 0
+            while at < len(into):
+                page, inside = divmod(offset + at, size)
+                if self._held[:2] != (name, page):
+                    self._held = ("", 0, memoryview(b""))  # before the next one is made, so that there are never two
+                    data = made.compute(page) if isinstance(made, PagedFile) else made[1]()
+                    self._held = (name, page, data)
+                n = min(size - inside, len(into) - at)
+                into[at : at + n] = self._held[2][inside : inside + n]
+                at += n
 
     def prefetch(self, ranges: Iterable[tuple[str, int, int]]) -> None:
         """Announce ranges (name, offset, length) to the first source, except those of computed files."""
@@ -100,7 +121,7 @@ class ComputedSource(OverlaySource):
 
     def close(self) -> None:
         """Drop the computed file that is in memory, and close all sources."""
-        self._held = ("", memoryview(b""))
+        self._held = ("", 0, memoryview(b""))
         super().close()
 
 

@@ -1,10 +1,11 @@
-"""`--dequantize`: quantised tensors as plain numbers, the exact float32 value of each code.
+"""`--dequantize`: quantised tensors as plain numbers.
 
     optim.state.w.exp_avg.codes, .scale, .qmap, .__class__     ->     optim.state.w.exp_avg, float32
+    model.w, model.w_scale_inv                                 ->     model.w, bfloat16 (decoding_weights.py)
 
-The numbers are those of torchao's own `dequantize()`, bit for bit: one multiplication in float32 for each element. They
-are computed when they are read, a part of the source at a time: one rank's part of a tensor is in memory, as it was in
-the job that saved it.
+The numbers of torchao's optimizers are those of its own `dequantize()`, bit for bit: one multiplication in
+float32 for each element. They are computed when they are read, a part of the source at a time: one rank's part of a
+tensor is in memory, as it was in the job that saved it.
 
 Sources: torchao 0.18, optim/quant_utils.py (dequant_with_qmap), optim/subclass_{8bit,4bit,fp8}.py.
 """
@@ -15,10 +16,10 @@ import fnmatch
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from math import prod
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
-from ...errors import Unsupported, UsageError, argument
-from ...huggingface import encodings
+from ...errors import Corrupt, Unsupported, UsageError, argument
+from ...huggingface.encodings import Encodings
 from ...index.checkpoint import Checkpoint, Chunk, Chunks, Extent, TensorEntry, joined
 from ...index.composites import (
     MARK,
@@ -30,43 +31,129 @@ from ...index.composites import (
     rows_inside,
     without_plain_rows,
 )
-from ...storage.overlay import ComputedSource
+from ...index.draft import Dropped
+from ...storage.overlay import ComputedSource, PagedFile
 from ...storage.source import Source
 from ..copy.dtypes import numpy_dtype
 from ..copy.stream import small
+from .decoding_weights import WORKING_BYTES, decode_weights, names_of_weight
 
 if TYPE_CHECKING:
     from ..copy.dtypes import Array
+    from ..opening import OpenCheckpoint
 
-__all__ = ["dequantize"]
+__all__ = ["Dequantized", "dequantize"]
+
+Computed: TypeAlias = tuple[int, Callable[[], memoryview]] | PagedFile
 
 
-def dequantize(opened: tuple[Checkpoint, Source], patterns: Iterable[str]) -> tuple[Checkpoint, Source]:
-    """Return the same state, (index, files), in which quantised tensors are float32; they are computed when they are
-    read.
+class Dequantized(NamedTuple):
+    """A state with plain numbers in the place of codes: its index, its files, some of which are computed when they are
+    read, and tensors that are lost."""
+
+    checkpoint: Checkpoint
+    source: Source
+    lost: list[Dropped]
+
+
+def dequantize(
+    opened: OpenCheckpoint,
+    patterns: Iterable[str],
+    found: Encodings,
+    choose: Callable[[str, str], str],
+    dtype: str | None,
+) -> Dequantized:
+    """Put plain numbers in the place of quantised tensors: float32 for torchao's, and for encoded weights the dtype
+    that is asked for or that of the model.
 
     Args:
-        opened: the state, (index, files).
+        opened: the state, located.
         patterns: globs of the tensors' names.
+        found: its encoded weights.
+        choose: returns the dtype that a tensor is asked to have, from its name and the one it has.
+        dtype: that of the model, by its config; None where it does not say.
 
     Raises:
         UsageError: a pattern names none.
+        Unsupported: ckpttool does not know how to compute the numbers of a class or a scheme, or parts of ranks were
+            stored otherwise.
+        Corrupt: codes do not belong to a whole encoding.
+    """
+    ckpt, source = opened.checkpoint, opened.source
+    # which tensors: every pattern must name one
+    wanted, objects = list(patterns), composites(ckpt)
+    weights = {codes: names_of_weight(codes, w) for codes, w in found.weights.items()}
+    _refuse_patterns(wanted, objects, weights, found)
+    chosen = {n: c for n, c in objects.items() if any(fnmatch.fnmatchcase(n, pattern) for pattern in wanted)}
+    codes = [n for n, names in weights.items() if any(fnmatch.filter(names, pattern) for pattern in wanted)]
+    lost: list[Dropped] = []
+    made: dict[str, Computed] = {}
+    decoded = decode_weights(opened, found, codes, choose, dtype) if codes else None
+    if decoded is not None:
+        added, sizes = list(decoded.files), [f.size for f in decoded.files.values()]
+        ckpt = replace(
+            ckpt,
+            tensors=decoded.tensors,
+            files=[*ckpt.files, *added],
+            sizes=[*ckpt.sizes, *sizes],
+            notes=[*ckpt.notes, decoded.note],
+            dequantized={**ckpt.dequantized, **decoded.names},
+        )
+        made |= decoded.files
+        lost = decoded.lost
+    working = WORKING_BYTES if codes else 0
+    if chosen:
+        ckpt, of_objects, largest = _dequantize_objects(ckpt, source, chosen)
+        made |= of_objects
+        working = max(working, 4 * largest)
+    before = opened.checkpoint
+    ckpt = replace(
+        ckpt, recorded={n: d for n, d in before.recorded.items() if ckpt.tensors.get(n) is before.tensors[n]}
+    )
+    return Dequantized(ckpt, ComputedSource(source, made, (), working), lost)
+
+
+def _refuse_patterns(
+    wanted: Iterable[str], objects: Mapping[str, Composite], weights: Mapping[str, list[str]], found: Encodings
+) -> None:
+    """Refuse patterns that name no quantised tensor, or what belongs to no whole encoding.
+
+    Args:
+        objects: {name: tensor of torchao}.
+        weights: {codes: names by which a pattern finds them}.
+        found: the encoded weights.
+
+    Raises:
+        UsageError, Corrupt: with the first such pattern.
+    """
+    every = [*objects, *(n for names in weights.values() for n in names)]
+    for pattern in wanted:
+        for fault in found.faults:
+            if fnmatch.filter(fault.tensors, pattern):
+                raise Corrupt(
+                    f"{argument('dequantize')} {pattern!r}: {fault.text}. Numbers of those cannot be computed."
+                )
+        if not fnmatch.filter(every, pattern):
+            first = f" The first is {every[0]}." if every else " The checkpoint holds none."
+            raise UsageError(f"{argument('dequantize')} {pattern!r}: no quantised tensor has such a name.{first}")
+
+
+def _dequantize_objects(
+    ckpt: Checkpoint, source: Source, chosen: Mapping[str, Composite]
+) -> tuple[Checkpoint, dict[str, Computed], int]:
+    """Put float32 tensors in the place of torchao's; returns (the index, {file: what computes it}, bytes of the largest
+    of these files).
+
+    Args:
+        chosen: {name: tensor of torchao}.
+
+    Raises:
         Unsupported: ckpttool does not know how to compute the numbers of a class, or parts of ranks were stored
             otherwise.
     """
-    ckpt, source = opened
-    # which tensors: every pattern must name one
-    wanted, objects = list(patterns), composites(ckpt)
-    for pattern in wanted:
-        if not fnmatch.filter(objects, pattern):
-            codes = encodings.find_in_checkpoint(ckpt, None)
-            others = f" {codes.summary()}; ckpttool does not dequantise those." if codes.weights else ""
-            first = f" The first is {next(iter(objects))}." if objects else f" The checkpoint holds none.{others}"
-            raise UsageError(f"{argument('dequantize')} {pattern!r}: no quantised tensor has such a name.{first}")
-    chosen = {n: c for n, c in objects.items() if any(fnmatch.fnmatchcase(n, pattern) for pattern in wanted)}
     # each is a file that is computed when it is read, one for each part in which it is stored
     names = {path: n for n, c in chosen.items() for path in c.leaves()}
-    made: dict[str, tuple[int, Callable[[], memoryview]]] = {}
+    made: dict[str, Computed] = {}
     files, sizes = list(ckpt.files), list(ckpt.sizes)
     tensors: dict[str, TensorEntry] = {}
     largest = 0
@@ -96,16 +183,8 @@ def dequantize(opened: tuple[Checkpoint, Source], patterns: Iterable[str]) -> tu
     values = {n: v for n, v in ckpt.values.items() if not (v.path[-1] == MARK and joined(v.path[:-1]) in chosen)}
     kinds = ", ".join(dict.fromkeys(class_label(c.about) for c in chosen.values()))
     note = f"{len(chosen):,} tensors ({kinds}) are float32 now, the exact value of each code"
-    out = replace(
-        ckpt,
-        tensors=tensors,
-        values=values,
-        files=files,
-        sizes=sizes,
-        notes=[*ckpt.notes, note],
-        recorded={n: d for n, d in ckpt.recorded.items() if n in tensors},
-    )
-    return out, ComputedSource(source, made, (), 4 * largest)
+    notes = [*ckpt.notes, note]
+    return replace(ckpt, tensors=tensors, values=values, files=files, sizes=sizes, notes=notes), made, largest
 
 
 class _StoredPart(NamedTuple):

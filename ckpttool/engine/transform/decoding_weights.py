@@ -1,0 +1,270 @@
+"""`--dequantize` of encoded weights: codes, scales and what else belongs to them become the parameter that they are.
+
+    model.w          float8_e4m3fn      ]
+    model.w_scale_inv    float32        ]     ->     model.w, bfloat16
+
+A parameter is one file that is computed when it is read, a page of some rows at a time (`PagedFile`): of any model, one
+page and the codes and scales of its rows are in memory. huggingface/encodings.py says which tensors belong together,
+huggingface/decoding.py has the formulas.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, replace
+from math import prod
+from typing import TYPE_CHECKING, NamedTuple
+
+from ...errors import Corrupt, Unsupported, argument
+from ...huggingface.decoding import FORMULAS, Rows
+from ...huggingface.encodings import Encoded, Encodings
+from ...index.checkpoint import ITEMSIZE, Checkpoint, Chunks, TensorEntry, joined
+from ...index.draft import Dropped
+from ...storage.buffers import IOBudget
+from ...storage.overlay import PagedFile
+from ..copy.dtypes import cast, numpy_dtype
+from ..copy.stream import Reader, StreamJob
+from ..handle import TensorHandle, cut_chunks
+
+if TYPE_CHECKING:
+    from ..copy.dtypes import Array
+    from ..opening import OpenCheckpoint
+
+__all__ = ["WORKING_BYTES", "DecodedWeights", "decode_weights", "names_of_weight"]
+
+_NUMBERS = 1 << 21  # of a page
+#: Memory that computing a page takes: its numbers in float32 two or three times, codes, and buffers of the reader.
+WORKING_BYTES = 48 << 20
+_KEPT = 16 << 20  # bytes of a box that is kept for the next page
+#: Of `Encoded.parts`: what inputs and outputs of a layer are quantised with, which a plain weight has no use for.
+_OF_ACTIVATIONS = frozenset(
+    (
+        "input_scale",
+        "input_zero_point",
+        "input_global_scale",
+        "output_scale",
+        "output_zero_point",
+        "activation_scale",
+    )
+)
+
+
+@dataclass
+class DecodedWeights:
+    """Parameters in the place of codes.
+
+    `tensors`  all tensors of the checkpoint; those that are computed lie in files behind its own
+    `files`    {computed file: its pages}, in the order of their numbers
+    `names`    {canonical name of a parameter: the codes that it was}
+    `lost`     scales of activations and of the cache of keys and values, which nothing carries
+    `note`     one line on what became what
+    """
+
+    tensors: dict[str, TensorEntry]
+    files: dict[str, PagedFile]
+    names: dict[str, str]
+    lost: list[Dropped]
+    note: str
+
+
+def names_of_weight(codes: str, weight: Encoded) -> list[str]:
+    """List the names by which a pattern finds an encoded weight: of its parameter and of its codes, with and without
+    "model." before them."""
+    return [m for n in (weight.weight, codes) for m in (n, n.removeprefix("model."))]
+
+
+def decode_weights(
+    opened: OpenCheckpoint,
+    found: Encodings,
+    chosen: Iterable[str],
+    choose: Callable[[str, str], str],
+    dtype: str | None,
+) -> DecodedWeights:
+    """Put parameters in the place of codes; nothing is computed yet, but shapes that stand in tensors are read.
+
+    Args:
+        opened: the checkpoint, located.
+        found: its encoded weights.
+        chosen: the codes to decode.
+        choose: returns the dtype that a tensor is asked to have, from its name and the one it has.
+        dtype: that of the model, by its config; None where it does not say.
+
+    Raises:
+        Unsupported: the numbers of a scheme are not known, or the weight is more than its codes.
+        Corrupt: codes and their shape contradict each other, or there is a parameter of that name beside the codes.
+    """
+    ckpt, reader = opened.checkpoint, _Boxes(opened)
+    wanted = {codes: found.weights[codes] for codes in chosen}
+    for codes, weight in wanted.items():
+        _refuse_weight(codes, weight, ckpt)
+    # what leaves: parts that no other weight has, and, with the last codes, scales of the cache of keys and values
+    stays = {n for codes, w in found.weights.items() if codes not in wanted for n in w.parts.values()}
+    gone = {n: part for w in wanted.values() for part, n in w.parts.items() if n not in stays}
+    of_cache = [] if stays else [n for n, of in found.belongs.items() if of == n and n not in found.weights]
+    lost = [n for n, part in gone.items() if part in _OF_ACTIVATIONS] + of_cache
+    why = "it scales activations, which the dequantised model does not quantise"
+    files: dict[str, PagedFile] = {}
+    tensors: dict[str, TensorEntry] = {}
+    names: dict[str, str] = {}
+    for name, t in ckpt.tensors.items():
+        if name not in wanted:
+            if name not in gone and name not in of_cache:
+                tensors[name] = t
+            continue
+        weight = _choose_dtypes(wanted[name], choose, dtype)
+        read, shape_of = _PartReader(reader, weight.parts), FORMULAS[weight.kind].shape
+        if weight.shape is None and shape_of is not None:
+            weight = replace(weight, shape=shape_of(weight, read))
+        assert weight.shape is not None
+        file = f"{weight.weight} (dequantized)"
+        files[file] = _make_pages(weight, read)
+        chunks = Chunks.whole(weight.shape, len(ckpt.files) + len(files) - 1, 0, files[file].size)
+        path = (*t.path[:-1], weight.weight.removeprefix(joined((*t.path[:-1], ""))))
+        tensors[weight.weight] = TensorEntry(weight.dtype, weight.shape, path, chunks)
+        names[weight.weight] = name
+    kinds = ", ".join(dict.fromkeys(w.scheme for w in wanted.values()))
+    dtypes = ", ".join(dict.fromkeys(tensors[n].dtype for n in names))
+    note = f"{len(names):,} weights that were codes ({kinds}) are computed numbers now ({dtypes})"
+    return DecodedWeights(tensors, files, names, [Dropped(n, ckpt.tensors[n].nbytes, why) for n in lost], note)
+
+
+def _choose_dtypes(weight: Encoded, choose: Callable[[str, str], str], dtype: str | None) -> Encoded:
+    """Return a weight with `dtype` as the dtype in which its numbers are computed: that of the model; but, where one is
+    asked for, the one in which the reference multiplies, since the cast counts what the other cannot hold.
+
+    Args:
+        choose, dtype: as of `decode_weights`.
+    """
+    asked = choose(weight.weight, "float64")
+    own = dtype or weight.dtype
+    to = own if asked == "float64" else weight.rounded or asked
+    return replace(weight, rounded=weight.rounded or to, dtype=to)
+
+
+def _refuse_weight(codes: str, weight: Encoded, ckpt: Checkpoint) -> None:
+    """Refuse a weight that cannot be decoded.
+
+    Raises:
+        Unsupported: there is no formula, or its inputs are scaled.
+        Corrupt: there is a parameter of its name beside the codes.
+    """
+    if weight.kind not in FORMULAS:
+        raise Unsupported(
+            f'"{codes}" is codes in {weight.scheme}, whose numbers ckpttool does not compute. Leave it out of '
+            f"{argument('dequantize')}, or dequantise it with the program that quantised it."
+        )
+    if "pre_quant_scale" in weight.parts:
+        raise Unsupported(
+            f'"{codes}" goes with "{weight.parts["pre_quant_scale"]}", by which the inputs of the layer are '
+            "multiplied, so that a plain weight would be another layer. Leave it out of "
+            f"{argument('dequantize')}, or export the model with the program that quantised it."
+        )
+    if weight.weight != codes and weight.weight in ckpt.tensors:
+        raise Corrupt(f'"{codes}" holds the codes of "{weight.weight}", and there is a tensor of that name beside it.')
+
+
+class _Boxes:
+    """Reads boxes of tensors of a checkpoint with one reader, which compares the CRC32s of records that are read from
+    end to end. The last box of each part is kept where it is small, since the next page often needs the same."""
+
+    def __init__(self, opened: OpenCheckpoint) -> None:
+        self._opened = opened
+        self._reader: Reader | None = None
+        self._kept: dict[str, tuple[object, Array]] = {}
+
+    def entry(self, name: str) -> TensorEntry:
+        """Return a tensor of the index."""
+        return self._opened.checkpoint.tensors[name]
+
+    def read(self, part: str, name: str, index: tuple[int | slice, ...]) -> Array:
+        """Read a box of a tensor, which is a `part` of some weight, as `decoding.Read` says."""
+        kept = self._kept.get(part)
+        if kept is not None and kept[0] == (name, index):
+            return kept[1]
+        self._kept.pop(part, None)
+        found: Array = (
+            TensorHandle(self._opened, name)[index] if self.entry(name).chunks.zstd else self._cut(name, index)
+        )
+        if found.nbytes <= _KEPT:
+            self._kept[part] = ((name, index), found)
+        return found
+
+    def _cut(self, name: str, index: tuple[int | slice, ...]) -> Array:
+        """Read a box of a tensor that is not compressed."""
+        import numpy as np
+
+        ckpt, t = self._opened.checkpoint, self.entry(name)
+        if self._reader is None:
+            self._reader = Reader(self._opened.source, ckpt.files, ckpt.records, IOBudget(1, 1 << 20))
+        full = (*index, *(slice(None) for _ in t.shape[len(index) :]))
+        ranges = [range(n)[i] if isinstance(i, slice) else range(i, i + 1) for i, n in zip(full, t.shape, strict=True)]
+        box = tuple(r.start for r in ranges), tuple(map(len, ranges))
+        entry = replace(t, shape=box[1], chunks=cut_chunks(t, box))
+        out = np.empty(entry.nbytes, "u1")
+        at = 0
+        for block in self._reader.blocks([StreamJob(name, entry)]):
+            out[at : at + len(block.data)] = block.data
+            at += len(block.data)
+        numbers: Array = out.view(numpy_dtype(t.dtype))
+        return numbers.reshape([len(r) for r, i in zip(ranges, full, strict=True) if isinstance(i, slice)])
+
+
+class _PartReader(NamedTuple):
+    """Reads the tensors of one weight, by what they are in it: `decoding.Read`."""
+
+    boxes: _Boxes
+    parts: Mapping[str, str]
+
+    def shape(self, part: str) -> tuple[int, ...]:
+        """Return the shape of a tensor."""
+        return self.boxes.entry(self.parts[part]).shape
+
+    def __call__(self, part: str, *index: int | slice) -> Array:
+        """Read a box of a tensor."""
+        return self.boxes.read(part, self.parts[part], index)
+
+
+def _make_pages(weight: Encoded, read: _PartReader) -> PagedFile:
+    """Make the file of a parameter, row-major in the dtype of `weight.dtype`, whose pages are some rows each."""
+    assert weight.shape is not None
+    formula = FORMULAS[weight.kind]
+    rows_each, columns = (1, 1, *weight.shape)[-2:]
+    leading = weight.shape[:-2]
+    rows = prod(leading) * rows_each
+    count = max(1, _NUMBERS // max(1, columns))
+    count += -count % formula.step
+    row_bytes = columns * ITEMSIZE[weight.dtype]
+
+    def compute(page: int) -> memoryview:
+        """Compute the bytes of a page."""
+        import numpy as np
+
+        first, end = page * count, min((page + 1) * count, rows)
+        out = memoryview(np.empty((end - first) * row_bytes, "u1").data)
+        at = first
+        while at < end:
+            matrix, row = divmod(at, rows_each)
+            stop = min(rows_each, row + end - at)
+            lead = tuple(int(i) for i in np.unravel_index(matrix, leading))
+            numbers = formula.compute(weight, Rows(lead, row, stop), read)
+            into = out[(at - first) * row_bytes : (at - first + stop - row) * row_bytes]
+            _store_numbers(numbers, weight.rounded, into, weight.dtype)
+            at += stop - row
+        return out
+
+    return PagedFile(rows * row_bytes, count * row_bytes, compute)
+
+
+def _store_numbers(numbers: Array, rounded: str, into: memoryview, to: str) -> None:
+    """Write float32 numbers in the dtype `to`, rounded to `rounded` before."""
+    import numpy as np
+
+    data, dtype = memoryview(np.ascontiguousarray(numbers).reshape(-1).view("u1").data), "float32"
+    if rounded not in ("float32", to):
+        between = memoryview(np.empty(numbers.size * ITEMSIZE[rounded], "u1").data)
+        cast(data, dtype, between, rounded)
+        data, dtype = between, rounded
+    if dtype == to:
+        into[:] = data
+    else:
+        cast(data, dtype, into, to)
