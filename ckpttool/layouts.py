@@ -201,6 +201,8 @@ class Layout:
         read: place -> index; reads headers and pickles only.
         write: index -> draft of the same checkpoint in this layout; None where it is only read.
         locate: parses what `read` has skipped (the framing of items), and returns an index of raw byte ranges.
+        name_in_memory: the part of `locate` that gives weights their names in memory; it is called again where weights
+            that kept other names, since they were codes, have become numbers.
         mount: the place to read from, if it is not the given one (the files inside an archive; a folder with files next
             to it).
         options: frozen dataclass of what only its writer understands, made with `option`; the command line makes its
@@ -238,6 +240,7 @@ class Layout:
     read: Callable[[Place, ReadOptions], Checkpoint]
     write: Callable[[Checkpoint, Source, WriteOptions], Draft] | None = None
     locate: Callable[[Checkpoint, Source], Checkpoint] | None = None
+    name_in_memory: Callable[[Checkpoint], Checkpoint] = lambda ckpt: ckpt
     mount: Callable[[Place], Place] = lambda where: where
     options: type | None = None
     prepare: Callable[[Checkpoint, Source, WriteOptions], Checkpoint] = lambda ckpt, source, options: ckpt

@@ -355,6 +355,7 @@ def _change_state(
         choose, dtype = choose_dtype(writing.dtype, writing.cast or {}), encodings.read_model_dtype(ckpt, beside)
         here = replace(opened, checkpoint=ckpt)
         plain, computed, lost = dequantize(here, writing.dequantize, codes, choose, dtype)
+        plain = opened.layout.name_in_memory(plain)
         inside = {n: t for n, t in ckpt.tensors.items() if n in ckpt.recorded and n not in plain.recorded}
         inputs = (*inputs, replace(opened, checkpoint=replace(ckpt, tensors=inside)))
         account.add_step("dequantised", ckpt, plain, computed=True)
@@ -377,7 +378,7 @@ def _change_state(
         if said := next(filter(None, (codes.describe(f"model.{n}") for n in vocabulary_of(ckpt))), ""):
             raise Unsupported(
                 f"{argument('vocab_size', writing.vocab_size)}: {said}, with scales for the rows that there are. "
-                "Dequantise the weights with the program that quantised them first."
+                f"{argument('dequantize', ['*'])} makes numbers of them."
             )
         before_cut = ckpt
         ckpt, source = resize_vocabulary((ckpt, source), writing.vocab_size)
@@ -577,8 +578,8 @@ def _refuse_dtype(dtype: str | None, found: Encodings) -> None:
         what.insert(0, f'{found.summary()}; first "{codes}" with "{first.scale}"')
     raise Unsupported(
         f"{argument('dtype', dtype)}: {'; '.join(what)}. A cast would round codes and scales and multiply nothing, and "
-        f"make a model of other weights. Without {argument('dtype')}, codes and scales are copied bit for bit; for "
-        f"weights in {dtype}, dequantise with the program that quantised them, and convert what it saves. "
+        f"make a model of other weights. Without {argument('dtype')}, codes and scales are copied bit for bit; "
+        f"{argument('dequantize', ['*'])} makes weights in {dtype} of them. "
         f"{argument('cast')} changes tensors that are no codes."
     )
 
@@ -595,7 +596,7 @@ def _refuse_casts(draft: Draft, target: layouts.Layout, codes: Encodings) -> Non
         if of is not None and of.dtype != t.dtype and (said := codes.describe(joined(of.path))):
             raise Unsupported(
                 f"{said}, and {target.name} keeps it as {t.dtype}: its engine trains numbers, not codes. "
-                f"{encodings.ADVICE}"
+                f"{encodings.advise()}"
             )
         if of is not None and of.dtype != t.dtype and "float4_e2m1fn_x2" in (of.dtype, t.dtype):
             raise Unsupported(
@@ -705,8 +706,7 @@ def choose_dtype(
             if any(fnmatch.fnmatchcase(name, pattern) and to != stored for pattern, to in rules):
                 raise Unsupported(
                     f"{argument('cast')}: {said}. A cast would change the codes or their scales, and not give the "
-                    "numbers of the weight. Leave it out of the pattern, or dequantise with the program that quantised "
-                    "it."
+                    f"numbers of the weight. Leave it out of the pattern, or add {argument('dequantize', ['*'])}."
                 )
             return stored
         if "float" not in stored and stored not in PACKED:

@@ -37,18 +37,18 @@ from math import prod
 from typing import NamedTuple
 
 from .. import bounded_json
-from ..errors import CkpttoolError
+from ..errors import CkpttoolError, argument
 from ..index.checkpoint import Checkpoint, TensorEntry, joined
 from ..index.composites import composites
 from ..storage.source import Source
 from . import Config
 
 __all__ = [
-    "ADVICE",
     "OWN_CONFIGS",
     "Encoded",
     "Encodings",
     "Fault",
+    "advise",
     "describe_schemes",
     "find_in_checkpoint",
     "find_in_tensors",
@@ -130,11 +130,6 @@ _AT_LOAD = frozenset(("bitsandbytes", "torchao", "quanto", "hqq", "eetq", "higgs
 
 #: Files beside config.json in which programs say how they have quantised: ModelOpt, AutoGPTQ, AutoAWQ.
 OWN_CONFIGS = frozenset(("hf_quant_config.json", "quantize_config.json", "quant_config.json"))
-#: What to do where a layout cannot hold codes.
-ADVICE = (
-    "Dequantise the weights with the program that quantised them first, or choose a layout that keeps dtypes, such as "
-    "dcp or hf."
-)
 
 
 @dataclass(frozen=True)
@@ -229,6 +224,14 @@ class Encodings:
     def summary(self) -> str:
         """Return a line on how many weights are codes, and in which schemes."""
         return describe_schemes(len(self.weights), self.of, self.schemes())
+
+
+def advise() -> str:
+    """Return a sentence on what to do where a layout cannot hold codes."""
+    return (
+        f"{argument('dequantize', ['*'])} makes numbers of them; layouts that keep dtypes, such as dcp or hf, carry "
+        "them as they are."
+    )
 
 
 def describe_schemes(weights: int, of: int, schemes: Mapping[str, int]) -> str:

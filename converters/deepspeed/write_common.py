@@ -185,7 +185,9 @@ class SavePlan:
         state = self.state
         codes = encodings.find_in_tensors(state.tensors)
         if said := next(filter(None, (codes.describe(n) for g in state.groups for n in g.params)), ""):
-            raise Unsupported(f"{said}, and DeepSpeed trains the parameters of a group in float32. {encodings.ADVICE}")
+            raise Unsupported(
+                f"{said}, and DeepSpeed trains the parameters of a group in float32. {encodings.advise()}"
+            )
         if not any(g.params for g in state.groups):
             raise Unsupported(
                 "the optimizer of this checkpoint trains no parameter, and no engine of DeepSpeed starts with such a "

@@ -180,6 +180,21 @@ def _parse_salvage(source: Source, file: str, notes: list[str]) -> Salvage | Non
     return Salvage.of_states(states)
 
 
+def name_in_memory(ckpt: Checkpoint) -> Checkpoint:
+    """Return the checkpoint with the weights under their names in memory, by config.json; it is located.
+
+    Raises:
+        Corrupt: config.json is of another model. Unsupported: weights cannot be put together as its model has them.
+    """
+    model = {str(t.path[1]): t for t in ckpt.tensors.values() if t.path[0] == "model" and len(t.path) == 2}
+    if ckpt.config is not None and model:
+        notes = list(ckpt.notes)
+        tensors = {joined(t.path): t for t in in_memory(model, ckpt.config, notes).values()}
+        tensors.update((n, t) for n, t in ckpt.tensors.items() if t.path[0] != "model" or len(t.path) > 2)
+        ckpt = replace(ckpt, tensors=tensors, notes=notes)
+    return ckpt
+
+
 def locate(ckpt: Checkpoint, source: Source) -> Checkpoint:
     """Return the checkpoint with the weights under their names in memory, by config.json, or by the training state if
     there is one.
@@ -188,12 +203,7 @@ def locate(ckpt: Checkpoint, source: Source) -> Checkpoint:
         Corrupt: the training state belongs to other weights, or config.json to another model. Unsupported: weights
             cannot be put together as its model has them.
     """
-    model = {str(t.path[1]): t for t in ckpt.tensors.values() if t.path[0] == "model" and len(t.path) == 2}
-    if ckpt.config is not None and model:
-        notes = list(ckpt.notes)
-        tensors = {joined(t.path): t for t in in_memory(model, ckpt.config, notes).values()}
-        tensors.update((n, t) for n, t in ckpt.tensors.items() if t.path[0] != "model" or len(t.path) > 2)
-        ckpt = replace(ckpt, tensors=tensors, notes=notes)
+    ckpt = name_in_memory(ckpt)
     if training_state.INDEX not in ckpt.files:
         return ckpt
     return training_state.merge_weights(ckpt, source)
@@ -396,6 +406,7 @@ _FOLDER = Layout(
     detect=detect,
     read=read,
     locate=locate,
+    name_in_memory=name_in_memory,
     options=HfOptions,
     keeps_subclasses=True,
     keeps_calls=True,

@@ -29,6 +29,17 @@ from .shards import INDEX, SALVAGE, WHOLE, draft_shard, refuse_dtypes, split_sha
 
 __all__ = ["prepare", "write", "write_file"]
 
+#: Keys of config.json that say that weights are codes.
+_QUANTIZATION = ("quantization_config", "quantization", "compression_config")
+#: {quant_method: the list of its config with modules whose weights are no codes}.
+_NOT_QUANTISED = {
+    "compressed-tensors": "ignore",
+    "fp8": "modules_to_not_convert",
+    "mxfp4": "modules_to_not_convert",
+    "awq": "modules_to_not_convert",
+    "bitsandbytes": "llm_int8_skip_modules",
+}
+
 
 def prepare(ckpt: Checkpoint, source: Source, options: WriteOptions) -> Checkpoint:
     """Return the checkpoint with the weights named as they will be written.
@@ -91,6 +102,8 @@ def _config_files(
         ]
         config, files = None, {}
     notes += said
+    if ckpt.dequantized and config is not None:
+        config, files = _without_quantization(ckpt, config, files, notes)
     if options.vocab_size is not None and config is not None:
         config, files = _with_config_value(config, files, "vocab_size", options.vocab_size)
     if ckpt.merged is not None:
@@ -98,6 +111,41 @@ def _config_files(
         if config is not None and ckpt.merged["untied"]:
             return _untie_config(config, files)
     return _untie_config(config, files) if options.of(HfOptions).untie else (config, files)
+
+
+def _without_quantization(
+    ckpt: Checkpoint, config: dict[str, Any], files: dict[str, bytes], notes: list[str]
+) -> tuple[dict[str, Any], dict[str, bytes]]:
+    """Return (config, files to copy) that say of no dequantised weight that it is codes; `notes` gets what they lose.
+    `files` are those so far, {name: bytes}.
+
+    Raises:
+        Unsupported: some weights are codes still, and their config has no list of modules that are not.
+    """
+    stated = config.get("quantization_config")
+    left = encodings.find_in_checkpoint(ckpt, stated).weights
+    if not left:
+        gone = [n for n in sorted(encodings.OWN_CONFIGS) if files.pop(n, None) is not None]
+        gone += [f"{key} of config.json" for key in _QUANTIZATION if key in config]
+        if gone:
+            notes.append(f"left out, since no weight is codes any more: {', '.join(gone)}")
+        config = {k: v for k, v in config.items() if k not in _QUANTIZATION}
+        text = config.get("text_config")
+        if isinstance(text, dict) and not text.keys().isdisjoint(_QUANTIZATION):
+            config["text_config"] = {k: v for k, v in text.items() if k not in _QUANTIZATION}
+    else:
+        method = stated.get("quant_method") if isinstance(stated, dict) else None
+        key = _NOT_QUANTISED.get(str(method))
+        if key is None or not isinstance(stated, dict):
+            raise Unsupported(
+                f'{len(left):,} weights are codes still, first "{next(iter(left))}", and the quantization_config of '
+                f"config.json ({method}) has no list for the {len(ckpt.dequantized):,} that are not. Dequantise all: "
+                f"{argument('dequantize', ['*'])}."
+            )
+        modules = [n.removeprefix("model.").rpartition(".")[0] for n in ckpt.dequantized]
+        config = {**config, "quantization_config": {**stated, key: [*(stated.get(key) or []), *modules]}}
+        notes.append(f"quantization_config.{key} of config.json lists the {len(modules):,} dequantised weights, too")
+    return config, {**files, "config.json": (json.dumps(config, indent=2) + "\n").encode()}
 
 
 def _contradiction(ckpt: Checkpoint, config: dict[str, Any], options: WriteOptions) -> str | None:
