@@ -89,7 +89,7 @@ def inspect(
         if tensor is not None:
             _print_chunks(opened.checkpoint, tensor, as_json)
             return
-        s = look.summarise(opened.checkpoint, path, opened.source, opened.only)
+        s = look.summarise(opened, path)
         if as_json:
             listed = {n: [t.dtype, list(t.shape)] for n, t in opened.checkpoint.tensors.items()} if show_tree else None
             print_json({**s.to_json(), **({} if listed is None else {"names": listed})})

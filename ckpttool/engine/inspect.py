@@ -26,7 +26,8 @@ from ..storage import urls
 from ..storage.source import Source
 from .discover.next_steps import next_step
 from .discover.unread_files import human, listed
-from .opening import CheckpointPath, OpenOptions, open_checkpoint, show_path
+from .opening import CheckpointPath, OpenCheckpoint, OpenOptions, open_checkpoint, show_path
+from .transform.decoding_weights import count_parameters
 
 if TYPE_CHECKING:
     from rich.console import Console, RenderableType
@@ -53,9 +54,12 @@ class Summary:
     that the layout does not read, as `Unread.to_json` has them; `adapter` {"only": whether no base model is there,
     "ranks", "modules", "names", "base_model"} of LoRA, None without one; `encoding` {"weights": how many are codes with
     scales, "of": of how many, "schemes": {scheme: weights}, "faults": sentences about what is not whole, "method": the
-    quant_method of config.json, None without one}, None where no weight is codes; `weights` the sets of weights besides
-    the model, {"key", "tensors", "bytes", "what", "option"}, the option being what exports one; `next` one line:
-    whether its trainer resumes from it as it is, and the command for what it does not.
+    quant_method of config.json, None without one, "parameters": how many numbers the model has, codes counted as what
+    they stand for, "encoded_parameters": how many of them are codes, "bits_per_parameter" and
+    "encoded_bits_per_parameter": bits that one takes, scales included; None where the files do not tell}, None where no
+    weight is codes; `weights` the sets of weights besides the model, {"key", "tensors", "bytes", "what", "option"}, the
+    option being what exports one; `next` one line: whether its trainer resumes from it as it is, and the command for
+    what it does not.
     """
 
     path: str
@@ -114,19 +118,16 @@ def inspect(
     """
     options = OpenOptions(only=only, weights=weights, allow_equal_ranks=True, allow_mixed_steps=True, **reading)
     with open_checkpoint(path, options, needed=lambda component: False) as opened:
-        return summarise(opened.checkpoint, show_path(path), opened.source, opened.only)
+        return summarise(opened, show_path(path))
 
 
-def summarise(
-    ckpt: Checkpoint, path: str | os.PathLike[str], source: Source | None = None, only: Iterable[str] | None = None
-) -> Summary:
-    """Summarise an index.
+def summarise(opened: OpenCheckpoint, path: str | os.PathLike[str]) -> Summary:
+    """Summarise an open checkpoint. Where only some components were opened, what is missing is not listed.
 
     Args:
         path: where the checkpoint lies, for people.
-        source: its files, from which an adapter_config.json is read; None reads nothing.
-        only: the components that were opened; None for all. With some only, what is missing is not listed.
     """
+    ckpt, only = opened.checkpoint, opened.only
     components: dict[str, dict[str, Any]] = {}
     for t in ckpt.tensors.values():
         c = components.setdefault(t.component, {"tensors": 0, "bytes": 0, "elements": 0, "dtypes": {}, "values": 0})
@@ -158,15 +159,16 @@ def summarise(
         ],
         not_read=[r.to_json() for r in ckpt.unread],
         next=next_step(ckpt, urls.redact_url(os.fspath(path)) if urls.is_url(path) else os.fspath(path)),
-        adapter=_describe_adapter(ckpt, source),
-        encoding=_describe_encoding(ckpt, source),
+        adapter=_describe_adapter(ckpt, opened.source),
+        encoding=_describe_encoding(opened),
         weights=describe_weight_sets(ckpt) if ckpt.derived is None else [],
     )
 
 
-def _describe_encoding(ckpt: Checkpoint, source: Source | None) -> dict[str, Any] | None:
+def _describe_encoding(opened: OpenCheckpoint) -> dict[str, Any] | None:
     """Describe weights that are stored as codes, as `Summary.encoding` has it; None where there are none."""
-    found = encodings.find_in_checkpoint(ckpt, encodings.read_quantization_config(ckpt, source))
+    ckpt = opened.checkpoint
+    found = encodings.find_in_checkpoint(ckpt, encodings.read_quantization_config(ckpt, opened.source))
     faults = [fault.text for fault in found.faults]
     return (
         {
@@ -175,20 +177,21 @@ def _describe_encoding(ckpt: Checkpoint, source: Source | None) -> dict[str, Any
             "schemes": found.schemes(),
             "faults": faults,
             "method": found.method,
+            **count_parameters(opened, found),
         }
         if found
         else None
     )
 
 
-def _describe_adapter(ckpt: Checkpoint, source: Source | None) -> dict[str, Any] | None:
+def _describe_adapter(ckpt: Checkpoint, source: Source) -> dict[str, Any] | None:
     """Describe the LoRA of a checkpoint, as `Summary.adapter` has it; None where it has none. An adapter_config.json is
-    read from `source`, unless that is None."""
+    read from `source`."""
     found = lora.find_lora(ckpt)
     if found is None:
         return None
     try:
-        beside = None if source is None else model_files.find_adapter_files(source, None, [])
+        beside = model_files.find_adapter_files(source, None, [])
     except CkpttoolError:  # damaged, or it cannot be listed; the weights are what is looked at
         beside = None
     config = {} if beside is None else beside[0]
@@ -404,6 +407,11 @@ def draw_summary(s: Summary) -> RenderableType:
                     ("encoded ", "bold"), printable(encodings.describe_schemes(e["weights"], e["of"], e["schemes"]))
                 )
             )
+        if e["encoded_parameters"]:
+            every, coded = (_format_count(e[k]) for k in ("parameters", "encoded_parameters"))
+            bits = f"{e['bits_per_parameter']:.2f} bits each; {coded} of them codes of"
+            bits += f" {e['encoded_bits_per_parameter']:.2f} bits, scales included"
+            parts.append(Text.assemble(("parameters ", "bold"), f"{every}, {bits}"))
         parts += [Text.assemble(("-", "yellow"), " ", printable(text)) for text in e["faults"]]
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False)
     for title, right in (("", False), ("tensors", True), ("elements", True), ("bytes", True), ("dtypes", False)):

@@ -66,7 +66,8 @@ class Formula(NamedTuple):
 
     `compute`  returns the float32 numbers of some rows, [rows, columns], as an array of its own memory
     `step`     rows are asked for in multiples of this, but for the last ones of a matrix
-    `shape`    returns the shape of the parameter where `Encoded.shape` is None
+    `shape`    returns the shape of the parameter, where it takes more than shapes of tensors to know; `Encoded.shape`
+               is what they tell, or None
     """
 
     compute: Callable[[Encoded, Rows, Read], Array]
@@ -262,29 +263,34 @@ def _compute_transposed_fp4(weight: Encoded, rows: Rows, read: Read) -> Array:
 
 
 def _shape_of_packed(weight: Encoded, read: Read) -> tuple[int, ...]:
-    """Read the shape of a parameter whose codes are packed integers."""
-    if "shape" not in weight.parts:
-        raise Corrupt(f'"{weight.parts["codes"]}" holds packed integers, and no {weight.weight}_shape says how many.')
-    return tuple(int(n) for n in read("shape"))
+    """Read the shape of a parameter whose codes are packed integers.
+
+    Raises:
+        Corrupt: it is missing, or not that of the codes.
+    """
+    shape = weight.shape if "shape" not in weight.parts else tuple(int(n) for n in read("shape").reshape(-1))
+    words = read.shape("codes")
+    if shape is None or len(shape) != len(words) or shape[:-1] != words[:-1] or not _fitting_bits(shape[-1], words[-1]):
+        stated = "nothing says the shape of the parameter" if shape is None else f"the parameter is {list(shape)}"
+        raise Corrupt(
+            f'"{weight.parts["codes"]}" holds integers packed in {list(words)} words of 32 bits, and {stated}.'
+        )
+    return shape
+
+
+def _fitting_bits(count: int, words: int) -> list[int]:
+    """List the numbers of bits, the largest first, at which so many integers fill so many words of 32 bits."""
+    return [bits for bits in range(8, 0, -1) if count > 0 and -(-count * bits // 32) == words]
 
 
 def _compute_packed(weight: Encoded, rows: Rows, read: Read) -> Array:
-    """Compute rows of densely packed integers.
-
-    Raises:
-        Corrupt: the codes are more or fewer than the shape of the parameter says.
-    """
+    """Compute rows of densely packed integers."""
     import numpy as np
 
     assert weight.shape is not None
     columns = weight.shape[-1]
     codes = _read_codes(rows, read)
-    fitting = [b for b in range(8, 0, -1) if -(-columns * b // 32) == codes.shape[1]]
-    if not fitting or read.shape("codes")[:-1] != weight.shape[:-1]:
-        raise Corrupt(
-            f'"{weight.parts["codes"]}" is {list(read.shape("codes"))} words of 32 bits, in which no number of bits '
-            f"makes a parameter of {list(weight.shape)}."
-        )
+    fitting = _fitting_bits(columns, codes.shape[1])
     bits = weight.bits if weight.bits in fitting else fitting[0]
     numbers = unpack_bits(codes, bits, columns).astype("f4")
     scale = _read_grid("scale", rows, 1, read).astype("f4")

@@ -501,7 +501,7 @@ def _match_scheme(
         return None
     how, block = found
     if c.dtype in _FLOAT8:
-        name = "mxfp8" if s.dtype in _EXPONENTS and how == "groups of 32" else "fp8"
+        name = "mxfp8" if s.dtype in _EXPONENTS and block == (1, 32) else "fp8"
         return _Scheme(f"{name} ({c.dtype}, {how})", c.shape, "blocks", block, 8)
     if c.dtype == "int8":
         return _Scheme(f"int8 ({how})", c.shape, "blocks", block, 8)

@@ -123,7 +123,8 @@ def _without_quantization(
         Unsupported: some weights are codes still, and their config has no list of modules that are not.
     """
     stated = config.get("quantization_config")
-    left = encodings.find_in_checkpoint(ckpt, stated).weights
+    objects = [n for n, c in composites(ckpt).items() if c.path[0] == "model"]
+    left = [*encodings.find_in_checkpoint(ckpt, stated).weights, *objects]
     if not left:
         gone = [n for n in sorted(encodings.OWN_CONFIGS) if files.pop(n, None) is not None]
         gone += [f"{key} of config.json" for key in _QUANTIZATION if key in config]
@@ -138,7 +139,7 @@ def _without_quantization(
         key = _NOT_QUANTISED.get(str(method))
         if key is None or not isinstance(stated, dict):
             raise Unsupported(
-                f'{len(left):,} weights are codes still, first "{next(iter(left))}", and the quantization_config of '
+                f'{len(left):,} weights are codes still, first "{left[0]}", and the quantization_config of '
                 f"config.json ({method}) has no list for the {len(ckpt.dequantized):,} that are not. Dequantise all: "
                 f"{argument('dequantize', ['*'])}."
             )

@@ -137,7 +137,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_inspect_verify_and_only_know_of_all_components(folder: Path, tmp_path: Path) -> None:
     with ckpttool.open(folder) as opened, ckpttool.open(GROUPS) as source:
-        mine, theirs = summarise(opened.checkpoint, folder), summarise(source.checkpoint, GROUPS)
+        mine, theirs = summarise(opened, folder), summarise(source, GROUPS)
         assert (mine.components, mine.step) == (theirs.components, theirs.step)
         assert opened.checkpoint.world_size == 2
     found = ckpttool.verify(folder, read_data=True, against=GROUPS)

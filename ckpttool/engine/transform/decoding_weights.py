@@ -15,10 +15,10 @@ from dataclasses import dataclass, replace
 from math import prod
 from typing import TYPE_CHECKING, NamedTuple
 
-from ...errors import Corrupt, Unsupported, argument
+from ...errors import CkpttoolError, Corrupt, Unsupported, argument
 from ...huggingface.decoding import FORMULAS, Rows
 from ...huggingface.encodings import Encoded, Encodings
-from ...index.checkpoint import ITEMSIZE, Checkpoint, Chunks, TensorEntry, joined
+from ...index.checkpoint import ITEMSIZE, PACKED, Checkpoint, Chunks, TensorEntry, joined, tied_weights
 from ...index.draft import Dropped
 from ...storage.buffers import IOBudget
 from ...storage.overlay import PagedFile
@@ -30,7 +30,9 @@ if TYPE_CHECKING:
     from ..copy.dtypes import Array
     from ..opening import OpenCheckpoint
 
-__all__ = ["WORKING_BYTES", "DecodedWeights", "decode_weights", "names_of_weight"]
+__all__ = ["WORKING_BYTES", "DecodedWeights", "count_parameters", "decode_weights", "names_of_weight"]
+
+_COUNTS = ("parameters", "encoded_parameters", "bits_per_parameter", "encoded_bits_per_parameter")
 
 _NUMBERS = 1 << 21  # of a page
 #: Memory that computing a page takes: its numbers in float32 two or three times, codes, and buffers of the reader.
@@ -112,20 +114,59 @@ def decode_weights(
                 tensors[name] = t
             continue
         weight = _choose_dtypes(wanted[name], choose, dtype)
-        read, shape_of = _PartReader(reader, weight.parts), FORMULAS[weight.kind].shape
-        if weight.shape is None and shape_of is not None:
-            weight = replace(weight, shape=shape_of(weight, read))
+        read = _PartReader(reader, weight.parts)
+        weight = replace(weight, shape=_find_shape(weight, read))
         assert weight.shape is not None
         file = f"{weight.weight} (dequantized)"
         files[file] = _make_pages(weight, read)
         chunks = Chunks.whole(weight.shape, len(ckpt.files) + len(files) - 1, 0, files[file].size)
-        path = (*t.path[:-1], weight.weight.removeprefix(joined((*t.path[:-1], ""))))
+        above = joined(t.path[:-1])
+        inside = weight.weight == above  # of an object of torchao
+        path = t.path[:-1] if inside else (*t.path[:-1], weight.weight.removeprefix(f"{above}."))
         tensors[weight.weight] = TensorEntry(weight.dtype, weight.shape, path, chunks)
         names[weight.weight] = name
     kinds = ", ".join(dict.fromkeys(w.scheme for w in wanted.values()))
     dtypes = ", ".join(dict.fromkeys(tensors[n].dtype for n in names))
     note = f"{len(names):,} weights that were codes ({kinds}) are computed numbers now ({dtypes})"
     return DecodedWeights(tensors, files, names, [Dropped(n, ckpt.tensors[n].nbytes, why) for n in lost], note)
+
+
+def count_parameters(opened: OpenCheckpoint, found: Encodings) -> dict[str, int | float | None]:
+    """Count the parameters of a model whose weights are codes, and the bits that each takes, with scales and all else
+    that belongs to it; shapes that stand in small tensors are read from files of this machine.
+
+    Returns:
+        {"parameters", "encoded_parameters": how many of them are codes, "bits_per_parameter", and of these
+            "encoded_bits_per_parameter"}; None where the shape of a weight is not known.
+    """
+    model = {n: t for n, t in opened.checkpoint.tensors.items() if t.path[0] == "model"}
+    reader, encoded, belongs = _Boxes(opened), 0, set[str]()
+    known = not any(t.coding != "raw" for t in model.values()) and not opened.source.is_remote
+    for weight in found.weights.values():
+        try:
+            shape = _find_shape(weight, _PartReader(reader, weight.parts)) if known else weight.shape
+        except CkpttoolError:  # damaged: what can be said without it is
+            shape = None
+        if shape is None:
+            return dict.fromkeys(_COUNTS)
+        encoded += prod(shape)
+        belongs.update(n for part, n in weight.parts.items() if part not in _OF_ACTIVATIONS)
+    once = {n: t for n, t in model.items() if n not in tied_weights(model)}
+    plain = sum(t.numel * PACKED.get(t.dtype, 1) for n, t in once.items() if n not in found.belongs)
+    bits = {n: 8 * t.nbytes for n, t in once.items()}
+    every = plain + encoded
+    counts = (every, encoded, sum(bits.values()) / max(1, every), sum(bits[n] for n in belongs) / max(1, encoded))
+    return dict(zip(_COUNTS, counts, strict=True))
+
+
+def _find_shape(weight: Encoded, read: _PartReader) -> tuple[int, ...] | None:
+    """Return the shape of the parameter that some codes are; None where nothing says it.
+
+    Raises:
+        Corrupt: what says it is missing or contradicts the codes.
+    """
+    formula = FORMULAS.get(weight.kind)
+    return formula.shape(weight, read) if formula is not None and formula.shape is not None else weight.shape
 
 
 def _choose_dtypes(weight: Encoded, choose: Callable[[str, str], str], dtype: str | None) -> Encoded:

@@ -19,7 +19,7 @@ from math import prod
 from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
 from ...errors import Corrupt, Unsupported, UsageError, argument
-from ...huggingface.encodings import Encodings
+from ...huggingface.encodings import Encoded, Encodings
 from ...index.checkpoint import Checkpoint, Chunk, Chunks, Extent, TensorEntry, joined
 from ...index.composites import (
     MARK,
@@ -44,6 +44,10 @@ if TYPE_CHECKING:
 
 __all__ = ["Dequantized", "dequantize"]
 
+#: Classes of torchao whose objects are weights in blocks with a scale each, and the tensors in them as `Encoded` has
+#: them.
+_BLOCKS = frozenset(("Float8Tensor", "Int8Tensor", "MXTensor", "NVFP4Tensor"))
+_PARTS = {"qdata": "codes", "scale": "scale", "zero_point": "zero_point", "per_tensor_scale": "scale_2"}
 Computed: TypeAlias = tuple[int, Callable[[], memoryview]] | PagedFile
 
 
@@ -86,14 +90,21 @@ def dequantize(
     _refuse_patterns(wanted, objects, weights, found)
     chosen = {n: c for n, c in objects.items() if any(fnmatch.fnmatchcase(n, pattern) for pattern in wanted)}
     codes = [n for n, names in weights.items() if any(fnmatch.filter(names, pattern) for pattern in wanted)]
+    of_torchao = {n: weight for n, c in chosen.items() if (weight := _encoded_object(n, c)) is not None}
+    codes += [w.parts["codes"] for w in of_torchao.values()]
     lost: list[Dropped] = []
     made: dict[str, Computed] = {}
-    decoded = decode_weights(opened, found, codes, choose, dtype) if codes else None
-    if decoded is not None:
+    if codes:
+        more = {w.parts["codes"]: w for w in of_torchao.values()}
+        every = replace(found, weights={**found.weights, **more})
+        decoded = decode_weights(opened, every, codes, choose, dtype)
+        marks = {joined((*c.path, MARK)) for n, c in chosen.items() if n in of_torchao}
+        chosen = {n: c for n, c in chosen.items() if n not in of_torchao}
         added, sizes = list(decoded.files), [f.size for f in decoded.files.values()]
         ckpt = replace(
             ckpt,
             tensors=decoded.tensors,
+            values={n: v for n, v in ckpt.values.items() if n not in marks},
             files=[*ckpt.files, *added],
             sizes=[*ckpt.sizes, *sizes],
             notes=[*ckpt.notes, decoded.note],
@@ -111,6 +122,27 @@ def dequantize(
         ckpt, recorded={n: d for n, d in before.recorded.items() if ckpt.tensors.get(n) is before.tensors[n]}
     )
     return Dequantized(ckpt, ComputedSource(source, made, (), working), lost)
+
+
+def _encoded_object(name: str, found: Composite) -> Encoded | None:
+    """Describe an object of torchao that is a weight in blocks with a scale each; None where it is another object, or
+    its scales are in another order.
+
+    Sources: torchao 0.18, quantization/quantize_/workflows/{float8,int8}, prototype/mx_formats/{mx,nvfp4}_tensor.py.
+    """
+    module, kind = map(str, found.about["class"])
+    parts = {_PARTS[n]: joined(t.path) for n, t in found.tensors.items() if n in _PARTS}
+    state, stored = found.about["state"], found.tensors.get("qdata")
+    if not module.startswith("torchao.") or kind not in _BLOCKS or stored is None or len(parts) < len(found.tensors):
+        return None
+    if state.get("is_swizzled_scales") or "parts" in found.about:
+        return None
+    size = state["block_size"]
+    block = (1, size) if type(size) is int else (1, 1, *size)[-2:]
+    packed = stored.dtype in ("uint8", "float4_e2m1fn_x2")
+    label = f"{class_label(found.about)}, blocks of {block[0]}x{block[1]}"
+    bits = 4 if packed else 8
+    return Encoded(label, "fp4" if packed else "blocks", name, found.shape, parts, block, bits, "float32", found.dtype)
 
 
 def _refuse_patterns(
@@ -167,7 +199,7 @@ def _dequantize_objects(
             if compute is None or not str(found.about["class"][0]).startswith("torchao."):
                 raise Unsupported(
                     f'"{of}" is a {class_label(found.about)}, whose numbers ckpttool does not compute. It knows '
-                    f"{', '.join(_FORMULAS)}. Leave it out of "
+                    f"{', '.join([*_FORMULAS, *sorted(_BLOCKS)])}, whose scales lie row by row. Leave it out of "
                     f"{argument('dequantize')}."
                 )
             chunks = Chunks(len(found.shape))
