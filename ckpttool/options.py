@@ -309,8 +309,9 @@ class WriteRequest:
     regroup: bool = option(False, "Give the optimizer the param groups of the checkpoint that --like names.")
     dequantize: Iterable[str] | None = option(
         None,
-        "Write quantised tensors (torchao's 8-bit, 4-bit and fp8 optimizers) whose names match as float32, the exact "
-        "value of each code; may be repeated. To move to plain AdamW: 'optim.*'.",
+        "Write quantised tensors whose names match as plain numbers; may be repeated. Weights (fp8, int8, int4, nvfp4, "
+        "mxfp4, mxfp8) have the numbers of the library that made them, in the dtype of --dtype or of the model: '*'. "
+        "torchao's 8-bit, 4-bit and fp8 optimizers become float32; to move to plain AdamW: 'optim.*'.",
         metavar="GLOB",
         repeated=True,
     )

@@ -131,7 +131,9 @@ def convert(src: CheckpointPath, dst: str | os.PathLike[str], **keywords: Unpack
         vocab_size: rows of the embedding and the output layer, with their moments: more are zeros, and rows are cut
             only if nothing was learned in them.
         regroup: give the optimizer the param groups of the checkpoint that `like` names.
-        dequantize: globs of names of quantised tensors (["optim.*"]) to write as float32, the exact value of each code.
+        dequantize: globs of names of quantised tensors (["*"]) to write as plain numbers: weights that are codes as the
+            library that made them computes them, in `dtype` or the dtype of the model, and torchao's optimizers
+            (["optim.*"]) as float32, the exact value of each code.
         map: a name map: its file, or the name of one that comes with ckpttool ("torchtitan-llama3"), from one program's
             names and order of weights and optimizer to another's. Where None and `to` is "hf", the one of the trainer
             that wrote the source, if there is one; "none" for no map.

@@ -22,7 +22,7 @@ from safetensors.torch import load_file, save_file
 import ckpttool
 from ckpttool import layouts
 from ckpttool.engine import planning
-from ckpttool.errors import Unsupported, UsageError
+from ckpttool.errors import Unsupported
 from ckpttool.huggingface import encodings
 from ckpttool.index.checkpoint import Chunks, TensorEntry
 
@@ -303,7 +303,9 @@ def test_inspect_and_doctor_say_what_weights_are(tmp_path: Path) -> None:
 def test_engines_that_train_in_float32_are_refused_by_name(to: str, tmp_path: Path) -> None:
     source = folder(tmp_path / "in", PLAIN | SCHEMES["deepseek"][1])
     world = {} if to == "universal" else {"world_size": 2}
-    with pytest.raises(Unsupported, match=rf'"[^"]*{Q}\.weight[^"]*" (is codes|belongs to).*trains.*makes numbers of them') as e:
+    with pytest.raises(
+        Unsupported, match=rf'"[^"]*{Q}\.weight[^"]*" (is codes|belongs to).*trains.*makes numbers of them'
+    ) as e:
         ckpttool.convert(source, tmp_path / "out", to=to, **world)
     assert "cast" not in str(e.value)
 
@@ -311,7 +313,9 @@ def test_engines_that_train_in_float32_are_refused_by_name(to: str, tmp_path: Pa
 def test_dequantize_says_which_schemes_it_does_not_compute(tmp_path: Path) -> None:
     rows = of(("weight", torch.uint32, (64, 16)), ("scales", BF16, (64, 2)), ("biases", BF16, (64, 2)))
     source = folder(tmp_path / "in", PLAIN | rows)
-    with pytest.raises(Unsupported, match=rf'"model.{Q}.weight" is codes in mlx, whose numbers ckpttool does not compute'):
+    with pytest.raises(
+        Unsupported, match=rf'"model.{Q}.weight" is codes in mlx, whose numbers ckpttool does not compute'
+    ):
         ckpttool.convert(source, tmp_path / "out", to="dcp", world_size=1, dequantize=["*"])
 
 
