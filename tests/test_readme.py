@@ -437,6 +437,12 @@ def test_every_command_of_the_guide_to_averages_runs(desk: Path, monkeypatch: py
     assert shown and all(line.partition(";")[0] in printed["ckpttool inspect trained.pt"] for line in shown)
 
 
+def test_every_command_of_the_guide_to_quantised_models_runs(desk: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(desk)
+    shutil.copytree(FIXTURES / "quantised" / "ct_w4_group" / "ckpt", desk / "int4")
+    run_here(command_lines(PAGES["how-to/quantised.md"]), desk)
+
+
 def test_every_recipe_of_the_archive_guide_runs_as_it_stands_and_then_its_reader(
     desk: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -223,7 +223,11 @@ def _prepare_for_layout(
     objects = composites(ckpt)
     parts = {joined(t.path): n for n, c in objects.items() for t in c.tensors.values()}
     quantization = encodings.read_quantization_config(ckpt, opened.source if opened.folder else None)
-    _refuse_dtype(writing.dtype, encodings.find_in_checkpoint(ckpt, quantization))
+    if ckpt.dequantized:
+        left = encodings.find_in_checkpoint(ckpt, quantization)
+        ckpt.notes += [f"{left.summary()}; they were not dequantised and stay codes"] if left.weights else []
+    else:
+        _refuse_dtype(writing.dtype, encodings.find_in_checkpoint(ckpt, quantization))
     options = layouts.WriteOptions(
         config=model.config,
         like=model.like,

@@ -28,8 +28,8 @@ _EMBEDDINGS = (
 
 
 def in_memory(tensors: dict[str, TensorEntry], config: dict[str, Any], notes: list[str]) -> dict[str, TensorEntry]:
-    """Return the weights under their names in memory, tied ones under both names. Packed codes of quantised weights
-    keep the names of the Hub, which those of their scales go with.
+    """Return the weights under their names in memory, tied ones under both names, unless they are codes. Codes of
+    quantised weights keep the names of the Hub, which those of their scales go with.
 
     Args:
         tensors: {name in the files: weight}; gets the tied names unless parts are joined.
@@ -39,11 +39,8 @@ def in_memory(tensors: dict[str, TensorEntry], config: dict[str, Any], notes: li
     Raises:
         Corrupt, Unsupported: parts do not make up the parameters of the model of the config.
     """
-    relation = (
-        None
-        if encodings.find_in_tensors(tensors, config.get("quantization_config"))
-        else _ask_transformers(config, tensors, notes)
-    )
+    codes = encodings.find_in_tensors(tensors, config.get("quantization_config"))
+    relation = None if codes else _ask_transformers(config, tensors, notes)
     if (
         relation is not None
         and set(relation.views) - set(relation.tied) <= set(tensors)
@@ -52,7 +49,7 @@ def in_memory(tensors: dict[str, TensorEntry], config: dict[str, Any], notes: li
         tensors = _fuse(tensors, relation)
     tied = ties(config, tensors, relation)
     for name, kept in tied.items():
-        if name not in tensors and kept in tensors:
+        if name not in tensors and kept in tensors and kept not in codes.belongs:
             tensors[name] = replace(tensors[kept], path=("model", name))
             notes.append(f'"{name}" is tied to "{kept}" (config.json) and read under both names')
     return tensors
