@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -531,3 +532,17 @@ def test_memory_does_not_grow_with_a_tensor(kind: str, tmp_path: Path) -> None:
     done = subprocess.run([sys.executable, "-c", code, *map(str, command)], capture_output=True, text=True, check=True)
     assert int(done.stdout.split()[-1]) << 10 < 150_000_000, done.stderr
     assert (tmp_path / "out.safetensors").stat().st_size > 4 * rows * columns
+
+
+def test_what_inspect_counts_takes_time_in_proportion(tmp_path: Path) -> None:
+    """16,000 weights; a search among all of them for each took minutes."""
+    small = {
+        f"layers.{i}.weight{end}": x
+        for i in range(16_000)
+        for end, x in (("", fp8[:2, :2]), ("_scale_inv", grid[:1, :1]))
+    }
+    source = folder(tmp_path / "in", small)
+    begin = time.process_time()
+    said = ckpttool.inspect(source).encoding or {}
+    assert said["parameters"] == said["encoded_parameters"] == 64_000 and said["encoded_bits_per_parameter"] == 16
+    assert time.process_time() - begin < 15

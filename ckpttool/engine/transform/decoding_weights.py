@@ -151,7 +151,8 @@ def count_parameters(opened: OpenCheckpoint, found: Encodings) -> dict[str, int 
             return dict.fromkeys(_COUNTS)
         encoded += prod(shape)
         belongs.update(n for part, n in weight.parts.items() if part not in _OF_ACTIVATIONS)
-    once = {n: t for n, t in model.items() if n not in tied_weights(model)}
+    tied = tied_weights(model)
+    once = {n: t for n, t in model.items() if n not in tied}
     plain = sum(t.numel * PACKED.get(t.dtype, 1) for n, t in once.items() if n not in found.belongs)
     bits = {n: 8 * t.nbytes for n, t in once.items()}
     every = plain + encoded
