@@ -13,6 +13,7 @@ computes, so that the result has the reference's bits.
     packed integers   (code - zero point) * scale; codes of 1 to 8 bits lie densely in the int32 words of a row, the
                       lowest bits first, and zero points in those of a column
     transposed fp4    gpt-oss: 16 bytes for 32 rows of a column
+    gptq, awq, bitsandbytes   packed_formulas.py
 
 Scales that are uint8 are exponents, 2 ** (byte - 127), infinite at 255 as transformers and compressed-tensors compute
 it; float8_e8m0fnu is NaN there.
@@ -25,18 +26,28 @@ torch/quantization/qtensor.
 from __future__ import annotations
 
 from collections.abc import Callable
-from math import prod
+from fractions import Fraction
+from math import ceil, prod
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeAlias
 
-from ..errors import Corrupt
+from .. import bounded_json
+from ..errors import Corrupt, Unsupported
 from .encodings import Encoded
+from .packed_formulas import (
+    dequantize_absmax,
+    dequantize_awq,
+    dequantize_bnb_4bit,
+    dequantize_bnb_int8,
+    dequantize_gptq,
+    unpack_bits,
+)
 
 if TYPE_CHECKING:
     import numpy as np
 
 Array: TypeAlias = "np.ndarray[Any, Any]"
 
-__all__ = ["FORMULAS", "Formula", "Read", "Rows", "scale_numbers", "unpack_bits"]
+__all__ = ["FORMULAS", "Formula", "Read", "Rows", "scale_numbers"]
 
 _SMALL = 16 << 20  # codes of one matrix that are read whole
 
@@ -110,34 +121,6 @@ def _fp4_numbers(codes: Array) -> Array:
     table = np.stack([np.tile(numbers, 16), np.repeat(numbers, 16)], axis=1)
     found: Array = table[codes.view("u1")].reshape(*codes.shape[:-1], 2 * codes.shape[-1])
     return found
-
-
-def unpack_bits(words: Array, bits: int, count: int) -> Array:
-    """Return the first `count` numbers of `bits` bits each in every row of int32 words, the lowest bits first, as
-    uint8.
-
-    Args:
-        words: [rows, words], densely packed: a number may lie in two words.
-        bits: 1 to 8.
-        count: numbers in a row.
-    """
-    import numpy as np
-
-    data = np.ascontiguousarray(words).view("u1").reshape(len(words), -1)
-    if bits == 8:
-        return data[:, :count]
-    if bits == 4:
-        return np.stack([data & 15, data >> 4], axis=-1).reshape(len(data), -1)[:, :count]
-    # so many bytes as a number has bits hold eight numbers: as one integer, which each is shifted out of
-    groups = -(-count // 8)
-    padded = np.zeros((len(data), groups * bits), "u1")
-    size = min(data.shape[1], groups * bits)
-    padded[:, :size] = data[:, :size]
-    wide = np.zeros((len(data), groups, 8), "u1")
-    wide[..., :bits] = padded.reshape(len(data), groups, bits)
-    shifts = np.arange(8, dtype="u8") * np.uint64(bits)
-    out = (wide.view("<u8") >> shifts) & np.uint64((1 << bits) - 1)
-    return out.astype("u1").reshape(len(data), -1)[:, :count]
 
 
 def _read_grid(part: str, rows: Rows, down: int, read: Read) -> Array:
@@ -311,10 +294,144 @@ def _compute_packed(weight: Encoded, rows: Rows, read: Read) -> Array:
     return numbers
 
 
+def _read_transposed(weight: Encoded, rows: Rows, per_word: Fraction, read: Read) -> tuple[Array, Array, Array, Array]:
+    """Read what the rows of a GPTQ or AWQ weight need, which are columns of its tensors: codes, zero points, scales,
+    and the group of each column of the parameter.
+
+    Args:
+        per_word: columns of the zero points in a word.
+
+    Raises:
+        Corrupt: g_idx names a group that has no scale.
+    """
+    import numpy as np
+
+    assert weight.shape is not None and weight.block is not None
+    here = slice(rows.first, rows.end)
+    packed = slice(int(rows.first / per_word), ceil(rows.end / per_word))
+    of_codes = packed if read.shape("codes")[1] < weight.shape[0] else here
+    # one long read instead of one for each group or word
+    small = prod(read.shape("codes")) * 4 <= _SMALL
+    codes = read("codes")[:, of_codes] if small else read("codes", slice(None), of_codes)
+    groups = read("g_idx") if "g_idx" in weight.parts else np.arange(weight.shape[1]) // weight.block[1]
+    scales = read("scale")[:, here]
+    if len(groups) != weight.shape[1] or (len(groups) and not 0 <= groups.min() <= groups.max() < len(scales)):
+        raise Corrupt(
+            f'"{weight.parts.get("g_idx", weight.parts["codes"])}" names groups of {weight.shape[1]:,} columns that '
+            f"have no scale: there are {len(scales)}."
+        )
+    return codes, read("qzeros")[:, packed], scales, groups
+
+
+def _compute_gptq(weight: Encoded, rows: Rows, read: Read) -> Array:
+    """Compute rows of a GPTQ weight."""
+    assert weight.bits is not None
+    arrays = _read_transposed(weight, rows, Fraction(32, weight.bits), read)
+    return dequantize_gptq(*arrays, weight.bits, minus_one=weight.kind == "gptq")
+
+
+def _compute_awq(weight: Encoded, rows: Rows, read: Read) -> Array:
+    """Compute rows of an AWQ weight."""
+    return dequantize_awq(*_read_transposed(weight, rows, Fraction(8), read))
+
+
+class _QuantState(NamedTuple):
+    """What bitsandbytes says of a weight of four bits: the shape and dtype of the parameter, numbers of a block, and,
+    where absmax is quantised itself, those of its blocks and what is added to all (0: it is not)."""
+
+    shape: tuple[int, ...]
+    dtype: str
+    block: int
+    nested_block: int
+    offset: float
+
+
+def _read_quant_state(weight: Encoded, read: Read) -> _QuantState:
+    """Read the JSON text that bitsandbytes keeps in a tensor.
+
+    Raises:
+        Corrupt: it says something else.
+    """
+    part = next((p for p in weight.parts if p.startswith("quant_state.")), None)
+    where = weight.parts.get(part or "", f"{weight.weight}.quant_state")
+    if part is None:
+        raise Corrupt(f'"{where}" is missing, which says the shape of the parameter and the numbers of a block.')
+    found = bounded_json.parse(read(part).tobytes(), where)
+    try:
+        shape = tuple(int(n) for n in found["shape"])
+        nested = "nested_absmax" in weight.parts
+        out = _QuantState(
+            shape,
+            found["dtype"],
+            int(found["blocksize"]),
+            int(found["nested_blocksize"]) if nested else 0,
+            float(found["nested_offset"]) if nested else 0.0,
+        )
+    except (KeyError, TypeError, ValueError) as e:
+        raise Corrupt(f'"{where}" is not what bitsandbytes writes ({type(e).__name__}: {e}).') from None
+    if out.dtype not in ("float32", "float16", "bfloat16") or out.block < 1 or out.nested_block < nested:
+        raise Corrupt(f'"{where}" is not what bitsandbytes writes: {found}.')
+    return out
+
+
+def _compute_bnb_4bit(weight: Encoded, rows: Rows, read: Read) -> Array:
+    """Compute rows of NF4 or FP4, rounded to the dtype of its quant_state: parts of a flat tensor.
+
+    Raises:
+        Corrupt: there are more or fewer codes or scales than the parameter has.
+    """
+    import numpy as np
+
+    state, codes, columns = _read_quant_state(weight, read), read.shape("codes"), (1, *(weight.shape or ()))[-1]
+    item = read("codes", *(slice(0, 1) for _ in codes)).itemsize
+    size, blocks = prod(state.shape), read.shape("scale")[0]
+    if prod(codes) != -(-size // (2 * item)) or max(codes) != prod(codes) or blocks != -(-size // state.block):
+        raise Corrupt(
+            f'"{weight.parts["codes"]}" is {list(codes)} of {item} bytes with {blocks} scales, and a parameter of '
+            f"{list(state.shape)} in blocks of {state.block} has others."
+        )
+    matrix = int(np.ravel_multi_index(rows.lead, weight.shape[:-2])) if rows.lead and weight.shape else 0
+    above = matrix * (weight.shape or (1, 1))[-2] if rows.lead else 0
+    first, end = (above + rows.first) * columns, (above + rows.end) * columns
+    start = first // (2 * item)
+    packed = slice(start, -(-end // (2 * item)))
+    flat = read("codes", 0, packed) if codes[0] == 1 and len(codes) > 1 else read("codes", packed)
+    low, high = first // state.block, -(-end // state.block)
+    absmax = read("scale", slice(low, high))
+    if state.nested_block:
+        outer = np.arange(low, high) // state.nested_block
+        of_absmax = read("nested_absmax")[outer]
+        absmax = dequantize_absmax(absmax, of_absmax, read("nested_quant_map"), state.offset)
+    repeated = absmax.astype("f4")[np.arange(first, end) // state.block - low]
+    data = np.ascontiguousarray(flat).reshape(-1).view("u1")
+    numbers = dequantize_bnb_4bit(data, first - start * 2 * item, end - first, repeated, read("quant_map"))
+    return _rounded(numbers, state.dtype).reshape(-1, columns)
+
+
+def _compute_bnb_int8(weight: Encoded, rows: Rows, read: Read) -> Array:
+    """Compute rows of bitsandbytes' int8.
+
+    Raises:
+        Unsupported: the codes are in the order of a kernel of old GPUs.
+    """
+    if "weight_format" in weight.parts and read("weight_format").any():
+        raise Unsupported(
+            f'"{weight.parts["weight_format"]}" is not 0: the codes are in the order of a kernel of old GPUs, which '
+            "bitsandbytes does not read any more. Save the model in row-major order with the version that wrote it."
+        )
+    here = slice(rows.first, rows.end)
+    return dequantize_bnb_int8(read("codes", here), read("scale")[here])
+
+
 #: {kind of code, as `Encoded.kind` has it: its formula}.
 FORMULAS: dict[str, Formula] = {
     "blocks": Formula(_compute_blocks),
     "fp4": Formula(_compute_fp4),
     "transposed fp4": Formula(_compute_transposed_fp4, 32),
     "packed integers": Formula(_compute_packed, 1, _shape_of_packed),
+    "gptq": Formula(_compute_gptq, 32),
+    "gptq v2": Formula(_compute_gptq, 32),
+    "awq": Formula(_compute_awq, 8),
+    "bitsandbytes 4": Formula(_compute_bnb_4bit, 1, lambda weight, read: _read_quant_state(weight, read).shape),
+    "bitsandbytes 8": Formula(_compute_bnb_int8),
 }

@@ -410,6 +410,8 @@ def _make_encoded(
     wide = (stored := tensors[parts["scale"]].dtype) in _WIDE
     rounded, dtype = "float32", stored if stored in ("bfloat16", "float16") else "bfloat16"
     rounds_scale = False
+    if found.kind in ("gptq", "gptq v2", "awq"):
+        rounded = stored
     if parts["scale"].endswith("_scale") and "scale_2" not in parts:
         if rounds_scale := said.method == "modelopt":
             rounded = ""
@@ -435,12 +437,14 @@ class _Scheme(NamedTuple):
 
 class _StatedScheme(NamedTuple):
     """What a config says of all its weights: the sizes of blocks with a scale each, bits of a number, numbers of a row
-    that share a scale, and the program (`quant_method`); None where it has no one answer."""
+    that share a scale, the program (`quant_method`), and the format that GPTQ or AWQ have written (in small letters);
+    None where it has no one answer."""
 
     block: _Block | None
     bits: int | None
     group: int | None
     method: str | None
+    format: str | None
 
 
 def _parse_quantization_config(config: Config) -> _StatedScheme:
@@ -462,6 +466,7 @@ def _parse_quantization_config(config: Config) -> _StatedScheme:
         bits.pop() if len(bits) == 1 else None,
         groups_of.pop() if len(groups_of) == 1 else None,
         config.get("quant_method"),
+        str(form).lower() if (form := config.get("checkpoint_format") or config.get("version")) else None,
     )
 
 
@@ -493,7 +498,10 @@ def _match_scheme(
     if c.dtype == "uint32":
         return _match_mlx(c.shape, s.shape, said)
     if c.dtype == "int32":
-        return _match_packed_integers(pair, c.shape, s, said)
+        zeros = tensors.get(f"{scale.removesuffix('.scales')}.qzeros")
+        if pair.codes == ".qweight":
+            return _match_transposed(c.shape, s, zeros, said)
+        return _match_packed_integers(c.shape, s, said)
     if c.dtype in _TWO_IN_A_BYTE and (fp4 := _match_fp4(c, s)) is not None:
         return fp4
     found = _scale_granularity(c.shape, s.shape, said.block)
@@ -509,13 +517,10 @@ def _match_scheme(
     return packed if how == "one scale each" or c.dtype != "uint8" else None
 
 
-def _match_packed_integers(pair: _Pair, codes: _Shape, s: TensorEntry, said: _StatedScheme) -> _Scheme | None:
-    """Return the scheme of integers packed in int32; None where the scale does not fit.
-
-    GPTQ packs the rows, AWQ the columns of the transposed weight, whose scales are [groups, columns].
+def _match_packed_integers(codes: _Shape, s: TensorEntry, said: _StatedScheme) -> _Scheme | None:
+    """Return the scheme of integers that compressed-tensors packs in int32; None where the scale does not fit.
 
     Args:
-        pair: how the names of codes and scale go together.
         codes: shape of the codes.
         s: the scale.
         said: what the config says of all weights.
@@ -523,16 +528,45 @@ def _match_packed_integers(pair: _Pair, codes: _Shape, s: TensorEntry, said: _St
     text = f"int{said.bits} packed in int32" if said.bits is not None else "integers packed in int32"
     if s.dtype not in _WIDE or not codes or not codes[-1]:
         return None
-    if pair.codes == "_packed":
-        fits = prod(s.shape) == 1 or (s.shape[:-1] == codes[:-1] and 0 < s.shape[-1] <= 16 * codes[-1])
-        grouped = said.group is not None and len(s.shape) == len(codes) and s.shape[-1] > 1
-        shape = (*codes[:-1], s.shape[-1] * said.group) if grouped and said.group is not None else None
-        return _Scheme(text, shape, "packed integers", bits=said.bits) if fits else None
-    if len(codes) != 2 or len(s.shape) != 2:
+    fits = prod(s.shape) == 1 or (s.shape[:-1] == codes[:-1] and 0 < s.shape[-1] <= 16 * codes[-1])
+    grouped = said.group is not None and len(s.shape) == len(codes) and s.shape[-1] > 1
+    shape = (*codes[:-1], s.shape[-1] * said.group) if grouped and said.group is not None else None
+    return _Scheme(text, shape, "packed integers", bits=said.bits) if fits else None
+
+
+def _match_transposed(codes: _Shape, s: TensorEntry, zeros: TensorEntry | None, said: _StatedScheme) -> _Scheme | None:
+    """Return the scheme of integers that GPTQ or AWQ packs in int32; None where the scale does not fit.
+
+    GPTQ packs the rows, AWQ the columns of the transposed weight, whose scales are [groups, columns]; zero points are
+    packed in the columns by both, and tell the bits.
+
+    Args:
+        codes: shape of the codes.
+        s: the scale.
+        zeros: the zero points; None where there are none.
+        said: what the config says of all weights.
+    """
+    if s.dtype not in _WIDE or len(codes) != 2 or len(s.shape) != 2 or not codes[1]:
         return None
-    kinds = {codes[1]: "gptq", 8 * codes[1]: "awq", 4 * codes[1]: "awq"}
-    kind = kinds.get(s.shape[1])
-    return None if kind is None else _Scheme(f"{kind} ({text})", None, kind, bits=said.bits)
+    groups, out = s.shape
+    kind = {codes[1]: "gptq", 8 * codes[1]: "awq", 4 * codes[1]: "awq"}.get(out)
+    if kind is None:
+        return None
+    packed = 0 if zeros is None or len(zeros.shape) != 2 else zeros.shape[1]
+    bits = next((b for b in (2, 3, 4, 8) if packed and out * b == 32 * packed), said.bits)
+    text = f"{kind} (int{bits} packed in int32)" if bits is not None else f"{kind} (integers packed in int32)"
+    if bits not in (2, 3, 4, 8) or not groups:
+        return _Scheme(text, None, bits=bits)
+    width = codes[0] * 32 // bits if kind == "gptq" else codes[0]
+    fits = said.group is not None and -(-width // said.group) == groups
+    block = (1, said.group if fits and said.group is not None else -(-width // groups))
+    # without zero points, or in another format, there is no formula
+    formats = {("gptq", "gptq"): "gptq", ("gptq", "gptq_v2"): "gptq v2", ("awq", "gemm"): "awq"}
+    form = said.format or ("gptq" if kind == "gptq" else "gemm")
+    known = formats.get((kind, form), "") if packed and (kind == "gptq" or out == 8 * codes[1]) else ""
+    if said.method is None and kind == "gptq":
+        text, known = f"{text}, of a checkpoint_format that only its config.json says", ""
+    return _Scheme(text, (out, width), known, block, bits)
 
 
 def _match_mlx(codes: _Shape, scales: _Shape, said: _StatedScheme) -> _Scheme | None:
