@@ -154,6 +154,7 @@ class WriteOptions(ModelHints):
     cast: Cast = lambda name, dtype: dtype
     own: object = None
     vocab_size: int | None = None  # of the model, where it was changed
+    quantize: str | None = None  # the scheme that the weights will have; `prepare` gives them the names of the Hub
     #: the leaves at the places that a job asks for
     tree: Callable[[dict[Path, object]], dict[Path, object]] | None = None
 

@@ -315,6 +315,12 @@ class WriteRequest:
         metavar="GLOB",
         repeated=True,
     )
+    quantize: str | None = option(
+        None,
+        "hf: write the weights of linear layers as fp8-block: fp8 codes with a scale for each block of 128 x 128, as "
+        "DeepSeek-V3 has them.",
+        metavar="SCHEME",
+    )
     # a name map: its file, its text, or the name of one that comes with ckpttool; "none" applies none
     map: str | os.PathLike[str] | None = option(
         None,
@@ -427,6 +433,7 @@ class _Writing(_ToLayout, total=False):
     vocab_size: int | None
     regroup: bool
     dequantize: Iterable[str] | None
+    quantize: str | None
     map: str | os.PathLike[str] | None
     expected: Mapping[str, str] | None
 

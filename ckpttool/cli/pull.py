@@ -24,6 +24,7 @@ _ONLY_OF_CONVERT = (
     "vocab_size",
     "regroup",
     "dequantize",
+    "quantize",
     "map",
     "verify",
     "max_memory_bytes",

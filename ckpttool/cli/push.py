@@ -36,7 +36,17 @@ DryRun = Annotated[bool, typer.Option("--dry-run", help="Print what would be upl
 
 
 #: What applies to layouts that a job loads.
-_OF_JOBS = ("to", "world_size", "canonical_keys", "strip_wrappers", "vocab_size", "regroup", "dequantize", "map")
+_OF_JOBS = (
+    "to",
+    "world_size",
+    "canonical_keys",
+    "strip_wrappers",
+    "vocab_size",
+    "regroup",
+    "dequantize",
+    "quantize",
+    "map",
+)
 
 
 @about(

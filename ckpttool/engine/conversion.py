@@ -28,6 +28,7 @@ from .discover.unread_files import human
 from .opening import CheckpointPath
 from .planning import Plan, plan_conversion, plan_id, read_map
 from .recorded import RECORD, encode_record, make_record
+from .transform.quantizing import QuantizedSource, describe_errors
 from .verification import check_copied, read_back
 from .workers import part_worker
 from .workers.coordinator import fill_with_workers, why_one_process, workers_for_reading
@@ -134,6 +135,8 @@ def convert(src: CheckpointPath, dst: str | os.PathLike[str], **keywords: Unpack
         dequantize: globs of names of quantised tensors (["*"]) to write as plain numbers: weights that are codes as the
             library that made them computes them, in `dtype` or the dtype of the model, and torchao's optimizers
             (["optim.*"]) as float32, the exact value of each code.
+        quantize: "fp8-block": hf: write the weights of linear layers as fp8 codes with a scale for each block, as
+            DeepSeek-V3 has them; the error against the source is in `about["quantized"]`.
         map: a name map: its file, or the name of one that comes with ckpttool ("torchtitan-llama3"), from one program's
             names and order of weights and optimizer to another's. Where None and `to` is "hf", the one of the trainer
             that wrote the source, if there is one; "none" for no map.
@@ -267,6 +270,8 @@ def _fill_destination(
             digests, facts = fill_with_workers(planned, job, parallel, workers, progress, budget)
         # the source must still be what was planned, and what was recorded of it
         wanted, digests = check_copied(opened, draft, digests, writing, progress, budget)
+        if ckpt.quantized is not None and isinstance(source, QuantizedSource):
+            draft.summary["quantized"] = source.compute_errors(ckpt.quantized)
         written = make_record(planned, wanted, digests)
         if not target.is_file:
             destination.write_file(RECORD, encode_record(written))
@@ -319,6 +324,8 @@ def _make_result(planned: Plan, filled: _Filled, where: str, running: RunOptions
     opened, draft, account = planned.opened, planned.draft, planned.account
     ckpt = opened.checkpoint
     notes = [*ckpt.notes, *draft.notes, *lost_notes(draft.lost), *messages]
+    if "quantized" in draft.summary:
+        notes.append(describe_errors(draft.summary["quantized"]))
     if not opened.source.has_versions():
         notes.append("the server gives no versions of its files: a change while they were read would not be noticed")
     read_again = "" if running.verify or not filled.readable else ", so the result was read back"

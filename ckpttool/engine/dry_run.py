@@ -85,6 +85,7 @@ def estimate_conversion(
         budget = choose_io_budget(running.max_memory_bytes, running.threads, opened.source)
         inputs = len(opened.parts) if reading.average is not None and isinstance(opened, MergedCheckpoint) else 1
         read = inputs * sum(t.nbytes for t in draft.sources.values()) + (draft.nbytes if running.verify else 0)
+        read += (opened.checkpoint.quantized or {}).get("more_to_read", 0)
         held = list_held_tensors(opened.checkpoint, draft, choose_dtype(writing.dtype, writing.cast or {}))
         each = most_memory_bytes(budget, opened.source)
         if urls.is_url(os.fspath(dst)):

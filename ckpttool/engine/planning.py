@@ -20,6 +20,7 @@ from ..errors import Corrupt, IncompleteWeights, Unsupported, UsageError, argume
 from ..formats.pickles import unwritable_reason
 from ..huggingface import encodings
 from ..huggingface.encodings import Encodings
+from ..huggingface.model_files import read_model_files
 from ..index.checkpoint import (
     ITEMSIZE,
     NOT_TORCHS,
@@ -55,6 +56,7 @@ from .map_choice import apply_name_map, read_map_text
 from .merging import open_merged
 from .opening import CheckpointPath, MergedCheckpoint, OpenCheckpoint, model_of, open_checkpoint, refuse_unused
 from .transform.dequantizing import dequantize
+from .transform.quantizing import quantize, refuse_scheme
 from .transform.vocabulary_size import resize_vocabulary
 
 __all__ = ["Plan", "choose_dtype", "plan", "plan_conversion", "plan_id", "read_map"]
@@ -157,7 +159,7 @@ def plan_conversion(
             opened = _fill_lost(opened, reading, account)  # it opens another checkpoint, which is closed with this one
         opened = _change_state(opened, writing, model.config, account, to_hub=target.name == HUB_LAYOUT)
         prepared = _prepare_for_layout(opened, target, dst, writing, model, account)
-        opened = replace(opened, checkpoint=prepared.checkpoint)
+        opened = prepared.opened
         # the draft, which must account for every entry
         draft = _ask_for_draft(opened.checkpoint, opened.source, target, prepared.options, account)
         _refuse_casts(draft, target, prepared.codes)
@@ -188,7 +190,8 @@ def _note_unused(opened: OpenCheckpoint, reading: OpenOptions, writing: WriteReq
         *opened.layout.reader_uses,
         *(hint for one, _ in inputs for hint in one.layout.reader_uses),
         *target.writer_uses,
-        *(["config"] if reading.merge or writing.map else []),  # for what is tied; for sizes of heads
+        # for what is tied; for sizes of heads; for how codes were made
+        *(["config"] if reading.merge or writing.map or writing.dequantize else []),
     }
     opened.checkpoint.notes += refuse_unused(reading, f"{opened.layout.name} -> {target.name}", used)
 
@@ -196,7 +199,7 @@ def _note_unused(opened: OpenCheckpoint, reading: OpenOptions, writing: WriteReq
 class _Prepared(NamedTuple):
     """What a layout keeps of a state, and what its writer is told."""
 
-    checkpoint: Checkpoint
+    opened: OpenCheckpoint
     options: layouts.WriteOptions
     codes: Encodings  # the weights that are codes, under the names that are written
     unplaced: list[Dropped]  # what has no place in it
@@ -237,8 +240,9 @@ def _prepare_for_layout(
         world_size=writing.world_size,
         own=writing.options,
         vocab_size=writing.vocab_size,
+        quantize=writing.quantize,
     )
-    # the two rewrites
+    # the three rewrites
     if writing.regroup:
         before = ckpt
         ckpt, unplaced = _regroup_optimizer(ckpt, model.like)
@@ -248,6 +252,11 @@ def _prepare_for_layout(
         unplaced = [*unplaced, *calls]
     before, ckpt = ckpt, target.prepare(ckpt, opened.source, options)
     account.add_step(f"as {target.name} keeps it", before, ckpt)
+    opened = replace(opened, checkpoint=ckpt)
+    if writing.quantize is not None:
+        opened = _quantize_weights(opened, before, model.config, account)
+        ckpt = opened.checkpoint
+        quantization = (ckpt.quantized or {}).get("config")
     # what the layout cannot hold
     codes = encodings.find_in_checkpoint(ckpt, quantization)
     holds = target.holds(writing.options)
@@ -257,7 +266,30 @@ def _prepare_for_layout(
     ckpt.notes += describe_unwrapped(ckpt.tensors.values())
     refuse_surrogates(ckpt.tensors)  # every record lists them by name
     cast = choose_dtype(writing.dtype, writing.cast or {}, parts, codes)
-    return _Prepared(ckpt, replace(options, cast=cast), codes, unplaced)
+    return _Prepared(opened, replace(options, cast=cast), codes, unplaced)
+
+
+def _quantize_weights(
+    opened: OpenCheckpoint, before: Checkpoint, config: str | None, account: Account
+) -> OpenCheckpoint:
+    """Put codes and scales in the place of weights; the account is told, and the weights of which digests were recorded
+    are compared later.
+
+    Args:
+        opened: the state as the layout keeps it, under the names of the Hub.
+        before: the same, as it was before.
+        config: folder or id of a Hugging Face model; None where none was given.
+
+    Raises:
+        Unsupported, MissingPackage: it cannot be done.
+    """
+    plain = opened.checkpoint
+    ckpt, source = quantize(opened, config)
+    account.add_step("quantised", plain, ckpt, computed=True)
+    kept = {n: d for n, d in plain.recorded.items() if ckpt.tensors.get(n) is before.tensors[n]}
+    lost = replace(before, tensors={n: before.tensors[n] for n in plain.recorded if n not in kept})
+    inputs = (*opened.inputs, replace(opened, checkpoint=lost))
+    return replace(opened, checkpoint=replace(ckpt, recorded=kept), source=source, inputs=inputs)
 
 
 def _ask_for_draft(
@@ -313,6 +345,14 @@ def _refuse_request(target: layouts.Layout, writing: WriteRequest) -> None:
     if writing.canonical_keys and not target.own_keys:
         keep = ", ".join(x.name for x in layouts.layouts().values() if x.own_keys)
         raise UsageError(f"{argument('canonical_keys')} applies to {keep}; {target.name} has keys of its own.")
+    if writing.quantize is not None:
+        refuse_scheme(writing.quantize)
+        if target.name != HUB_LAYOUT or target.is_file:
+            what = "one file, without the config.json that says what its codes are" if target.is_file else target.name
+            raise Unsupported(
+                f"{argument('quantize', writing.quantize)} goes with a folder in hf, which from_pretrained and serving "
+                f"programs load. The destination is {what}: write a folder, or leave it out."
+            )
     if writing.world_size is not None:
         _refuse_world_size(target, writing.world_size)
 
@@ -355,8 +395,9 @@ def _change_state(
     inputs = opened.inputs
     if writing.dequantize:
         beside = source if opened.folder else None
-        codes = encodings.find_in_checkpoint(ckpt, encodings.read_quantization_config(ckpt, beside))
-        choose, dtype = choose_dtype(writing.dtype, writing.cast or {}), encodings.read_model_dtype(ckpt, beside)
+        stating = ckpt if config is None else replace(ckpt, config=read_model_files(config)[0])
+        codes = encodings.find_in_checkpoint(ckpt, encodings.read_quantization_config(stating, beside))
+        choose, dtype = choose_dtype(writing.dtype, writing.cast or {}), encodings.read_model_dtype(stating, beside)
         here = replace(opened, checkpoint=ckpt)
         plain, computed, lost = dequantize(here, writing.dequantize, codes, choose, dtype)
         plain = opened.layout.name_in_memory(plain)

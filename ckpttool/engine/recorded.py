@@ -205,6 +205,7 @@ def make_record(planned: Plan, wanted: Mapping[str, TensorEntry], digests: Mappi
             else {}
         ),
         **({"lost": draft.lost} if draft.lost else {}),
+        **({"quantized": about} if (about := draft.summary.get("quantized")) else {}),
         "tied": draft.aliases,
         "added": draft.synthesized_tensors,
         "added_values": values.to_json_tree({n: Value((n,), x) for n, x in draft.synthesized_values.items()}),

@@ -88,22 +88,26 @@ class LoadVerdict(NamedTuple):
 class Relation(NamedTuple):
     """`views` {Hub name: part of a parameter in memory}; `shapes` {parameter: shape}; `tied` {dropped: kept};
     `together` {Hub name: first one in the same storage when transformers saves}, which its shards do not separate;
-    `verdict` where it was asked for."""
+    `verdict` and `linear`, the parameters that transformers would quantise, where they were asked for."""
 
     views: dict[str, View]
     shapes: dict[str, tuple[int, ...]]
     tied: dict[str, str]
     together: dict[str, str]
     verdict: LoadVerdict | None = None
+    linear: tuple[str, ...] = ()
 
 
-def relate(config: dict[str, Any], tensors: dict[str, tuple[int, ...]] | None, judge: bool = False) -> Relation:
+def relate(
+    config: dict[str, Any], tensors: dict[str, tuple[int, ...]] | None, judge: bool = False, linear: bool = False
+) -> Relation:
     """Find out how the parameters of a model stand on the Hub.
 
     Args:
         config: config.json.
         tensors: {name in memory: shape}; None takes the model's own list.
         judge: find out, too, whether the model of `config` loads them.
+        linear: list, too, the parameters that transformers would quantise.
 
     Raises:
         MissingPackage: transformers is not installed.
@@ -117,7 +121,7 @@ def relate(config: dict[str, Any], tensors: dict[str, tuple[int, ...]] | None, j
     if isinstance(layers, int) and layers > most:  # transformers would build them all
         weights = "" if tensors is None else f" for {len(tensors):,} weights"
         raise Unsupported(f"config.json describes {layers:,} layers{weights}; it is that of another model.")
-    question = json.dumps({"config": config, "tensors": tensors, "judge": judge}).encode()
+    question = json.dumps({"config": config, "tensors": tensors, "judge": judge, "linear": linear}).encode()
     try:
         answer = json.loads(_ask_child(question))
     except (Corrupt, Unsafe) as e:
@@ -127,7 +131,7 @@ def relate(config: dict[str, Any], tensors: dict[str, tuple[int, ...]] | None, j
     views = {k: View(of, tuple(s), o, tuple(st)) for k, (of, s, o, st) in answer["views"].items()}
     verdict = None if answer["verdict"] is None else LoadVerdict(**answer["verdict"])
     shapes = {k: tuple(v) for k, v in answer["shapes"].items()}
-    return Relation(views, shapes, answer["tied"], answer["together"], verdict)
+    return Relation(views, shapes, answer["tied"], answer["together"], verdict, tuple(answer["linear"]))
 
 
 class Piece(NamedTuple):
@@ -253,8 +257,29 @@ def _answer(_: str) -> bytes:
             "tied": dict(tied),
             "together": together,
             "verdict": None if verdict is None else verdict._asdict(),
+            "linear": _list_linear(model) if question["linear"] else (),
         }
     ).encode()
+
+
+def _list_linear(model: Any) -> list[str]:
+    """List, in the child process, the parameters that transformers would quantise: weights of linear layers, and of
+    experts that are one parameter of three dimensions, [experts, out, in]; but not its output layer."""
+    from torch import nn
+    from transformers.quantizers.base import HfQuantizer
+    from transformers.quantizers.quantizers_utils import should_convert_module
+
+    skip = HfQuantizer.get_modules_to_not_convert(model, None, model._keep_in_fp32_modules)
+    out: list[str] = []
+    for name, module in model.named_modules():
+        if not should_convert_module(name, skip):
+            continue
+        if type(module) is nn.Linear:
+            out.append(f"{name}.weight")
+        elif name.endswith(".experts") and not getattr(module, "is_transposed", False):
+            own = dict(module.named_parameters(recurse=False))
+            out += [f"{name}.{n}" for n, p in own.items() if p.ndim == 3 and not any(n.endswith("bias") for n in own)]
+    return out
 
 
 def _judge(model: Any, state: dict[str, Any]) -> LoadVerdict:

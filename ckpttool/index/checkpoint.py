@@ -449,6 +449,9 @@ class Checkpoint:
         None  # how its weights were chosen or computed, for ckpttool.json: {"weights": ...}
     )
     dequantized: dict[str, str] = field(default_factory=dict)  # {weight: the codes that it is computed from}
+    #: the weights that were quantised: {"scheme", "config": their quantization_config, "files": {computed file of
+    #: codes: weight}, "more_to_read": bytes that are read besides those that are computed}
+    quantized: dict[str, Any] | None = None
     salvage: Salvage | None = None  # of what is left of a damaged checkpoint, or of a copy of what was left
     #: {name of a weight: what the model computes with}, where `tensors` has the fp32 master as the weight; nothing
     #: carries it

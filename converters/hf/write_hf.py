@@ -60,6 +60,8 @@ def prepare(ckpt: Checkpoint, source: Source, options: WriteOptions) -> Checkpoi
             "config.json"
         )
         ckpt.notes = [*ckpt.notes, note]
+    if options.quantize is not None:
+        return _named_as_on_hub(ckpt, source, options)
     if own.adapter:
         seen = lora.find_lora(ckpt)
         config = adapter_config(source, options, [], one_of_several=seen is not None and len(seen.names) > 1)
@@ -68,6 +70,33 @@ def prepare(ckpt: Checkpoint, source: Source, options: WriteOptions) -> Checkpoi
         if own.split_experts:
             ckpt = split_experts(ckpt, found, base_relation(source, options))
     return ckpt
+
+
+def _named_as_on_hub(ckpt: Checkpoint, source: Source, options: WriteOptions) -> Checkpoint:
+    """Return the checkpoint with the weights that the Hub has, which are quantised one by one: experts that are one
+    parameter in memory are views of it.
+
+    Raises:
+        UsageError: an adapter or the optimizer is to be written, too.
+        MissingPackage: transformers is needed for the names, and is not installed.
+    """
+    for name in ("adapter", "include_optimizer"):
+        if getattr(options.of(HfOptions), name):
+            raise UsageError(
+                f"{argument('quantize', options.quantize)} writes a model for inference; leave "
+                f"{argument(name, True, 'HfOptions')} out."
+            )
+    config = model_files.find_model_files(source, options.config, [])[0]
+    model = {joined(t.path[1:]): t for t in ckpt.tensors.values() if t.path[0] == "model"}
+    if config is None or encodings.find_in_tensors(model) or not needs_transformers(config, model):
+        return ckpt
+    relation = _ask_transformers(config, model, [], needed=True)
+    if relation is None:
+        return ckpt
+    views = {k: replace(crop(k, model[v.of], v), path=("model", k)) for k, v in relation.views.items()}
+    tied = {k: model[k] for k in relation.tied if k in model and k not in views}
+    rest = {n: t for n, t in ckpt.tensors.items() if t.path[0] != "model"}
+    return replace(ckpt, tensors={"model." + k: t for k, t in (views | tied).items()} | rest)
 
 
 def _prefix_of_all(ckpt: Checkpoint, source: Source, options: WriteOptions) -> str | None:
@@ -106,6 +135,8 @@ def _config_files(
         config, files = _without_quantization(ckpt, config, files, notes)
     if options.vocab_size is not None and config is not None:
         config, files = _with_config_value(config, files, "vocab_size", options.vocab_size)
+    if ckpt.quantized is not None and config is not None:
+        config, files = _with_config_value(config, files, "quantization_config", ckpt.quantized["config"])
     if ckpt.merged is not None:
         files.pop(model_files.ADAPTER_CONFIG, None)
         if config is not None and ckpt.merged["untied"]:

@@ -178,12 +178,15 @@ READERS = (
     "audit restore",
 )  # fmt: skip
 
-_CHANGES = ("--canonical-keys", "--strip-wrappers", "--vocab-size", "--regroup", "--dequantize", "--map")
+_CHANGES = ("--canonical-keys", "--strip-wrappers", "--vocab-size", "--regroup", "--dequantize", "--quantize", "--map")
 #: What a command that writes a checkpoint has no use for, and why.
 LACKS_IN_WRITING: dict[str, dict[str, str]] = {
     "convert": {},
     "pull": dict.fromkeys(_CHANGES, "convert changes the state of a repository, too: its source may be hf://"),
-    "push": dict.fromkeys((*_CHANGES, "--to", "--world-size"), "the Hub gets hf, which no job loads"),
+    "push": {
+        **dict.fromkeys((*_CHANGES, "--to", "--world-size"), "the Hub gets hf, which no job loads"),
+        "--quantize": "convert writes the folder, whose error is looked at before it is published",
+    },
     "adapter extract": dict.fromkeys((*_CHANGES, "--to", "--world-size", "--cast", "--drop"), "PEFT's folder has one form, and holds no other state"),
     "adapter merge": dict.fromkeys(_CHANGES, "it is the state of a base model, with nothing of the training"),
     "average": dict.fromkeys(_CHANGES, "it has weights only, under the names of all checkpoints"),

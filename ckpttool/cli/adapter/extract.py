@@ -27,6 +27,7 @@ _OF_WHOLE_STATES = (
     "vocab_size",
     "regroup",
     "dequantize",
+    "quantize",
     "map",
     "workers",
 )

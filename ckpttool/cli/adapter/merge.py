@@ -25,6 +25,7 @@ _OF_TRAINING = (
     "vocab_size",
     "regroup",
     "dequantize",
+    "quantize",
     "map",
     "workers",
 )

@@ -40,6 +40,7 @@ _NOT_OF_ARCHIVES = (
     "vocab_size",
     "regroup",
     "dequantize",
+    "quantize",
     "map",
     "workers",
     "force",

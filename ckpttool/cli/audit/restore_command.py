@@ -30,6 +30,7 @@ _NOT_OF_ARCHIVES = (
     "vocab_size",
     "regroup",
     "dequantize",
+    "quantize",
     "map",
     "ignore_recorded_digests",
     "threads",

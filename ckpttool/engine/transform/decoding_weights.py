@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from ..copy.dtypes import Array
     from ..opening import OpenCheckpoint
 
-__all__ = ["WORKING_BYTES", "DecodedWeights", "count_parameters", "decode_weights", "names_of_weight"]
+__all__ = ["WORKING_BYTES", "BoxReader", "DecodedWeights", "count_parameters", "decode_weights", "names_of_weight"]
 
 _COUNTS = ("parameters", "encoded_parameters", "bits_per_parameter", "encoded_bits_per_parameter")
 
@@ -95,7 +95,7 @@ def decode_weights(
         Unsupported: the numbers of a scheme are not known, or the weight is more than its codes.
         Corrupt: codes and their shape contradict each other, or there is a parameter of that name beside the codes.
     """
-    ckpt, reader = opened.checkpoint, _Boxes(opened)
+    ckpt, reader = opened.checkpoint, BoxReader(opened)
     wanted = {codes: found.weights[codes] for codes in chosen}
     for codes, weight in wanted.items():
         _refuse_weight(codes, weight, ckpt)
@@ -140,7 +140,7 @@ def count_parameters(opened: OpenCheckpoint, found: Encodings) -> dict[str, int 
             "encoded_bits_per_parameter"}; None where the shape of a weight is not known.
     """
     model = {n: t for n, t in opened.checkpoint.tensors.items() if t.path[0] == "model"}
-    reader, encoded, belongs = _Boxes(opened), 0, set[str]()
+    reader, encoded, belongs = BoxReader(opened), 0, set[str]()
     known = not any(t.coding != "raw" for t in model.values()) and not opened.source.is_remote
     for weight in found.weights.values():
         try:
@@ -205,7 +205,7 @@ def _refuse_weight(codes: str, weight: Encoded, ckpt: Checkpoint) -> None:
         raise Corrupt(f'"{codes}" holds the codes of "{weight.weight}", and there is a tensor of that name beside it.')
 
 
-class _Boxes:
+class BoxReader:
     """Reads boxes of tensors of a checkpoint with one reader, which compares the CRC32s of records that are read from
     end to end. The last box of each part is kept where it is small, since the next page often needs the same."""
 
@@ -254,7 +254,7 @@ class _Boxes:
 class _PartReader(NamedTuple):
     """Reads the tensors of one weight, by what they are in it: `decoding.Read`."""
 
-    boxes: _Boxes
+    boxes: BoxReader
     parts: Mapping[str, str]
 
     def shape(self, part: str) -> tuple[int, ...]:

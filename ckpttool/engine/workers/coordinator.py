@@ -33,6 +33,7 @@ from ...index.draft import Draft, Written
 from ...storage.buffers import DEFAULT_BUDGET, IOBudget
 from ...storage.destination_protocol import ParallelDestination, write_error
 from ...storage.local_file import write_all_at
+from ...storage.overlay import ComputedSource
 from ..copy.fill import Progress, note_lost
 from ..copy.stream import Block, Reader
 from ..copy.tensor_digests import tensor_digests
@@ -106,6 +107,8 @@ def fill_with_workers(
         found = results[part.number]
         digests |= found["digests"]
         note_lost(draft, found.get("lost", {}))
+        if isinstance(opened.source, ComputedSource):
+            opened.source.measured |= found.get("measured", {})
         for file, pieces in found["fringes"].items():
             fringes.setdefault(int(file), []).extend(pieces)
         for file, rows in found["crcs"].items():

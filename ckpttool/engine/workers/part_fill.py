@@ -24,6 +24,7 @@ from ...index.draft import Draft, Written
 from ...storage.buffers import IOBudget
 from ...storage.local_file import WriterPool
 from ...storage.local_range import LocalRange
+from ...storage.overlay import ComputedSource
 from ...storage.shared_objects import CellRange, SharedObjects
 from ...storage.shared_tree import SharedTree
 from ...storage.source import Source
@@ -114,6 +115,7 @@ def fill_part(
     finally:
         run.close()
     source.assert_unchanged()
+    measured = source.measured if isinstance(source, ComputedSource) else {}
     # JSON: the coordinator keeps it in a file, too
     out = {
         "digests": run.digests,
@@ -124,11 +126,13 @@ def fill_part(
             for file, out in run.outs.items()
         },
         "lost": run.lost,
+        "measured": dict(measured),
         "bytes": part.nbytes,
         "seconds": round(time.monotonic() - began, 3),
         "node": os.uname().nodename,
         **sent,
     }
+    measured.clear()
     tree.record_part(part.number, out)
     return out
 
