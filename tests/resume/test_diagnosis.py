@@ -25,13 +25,14 @@ from resume.test_judge import (
 )
 
 import ckpttool
+from ckpttool.engine.tensor_faults.tensor_kinds import TensorKind
 from ckpttool.resume.compare.judge import judge
 from ckpttool.resume.compare.verdict import Cause
 from ckpttool.resume.diagnosis import causes as rules
 from ckpttool.resume.diagnosis import files as inspection
 from ckpttool.resume.diagnosis.causes import find_causes
 from ckpttool.resume.diagnosis.files import place_of
-from ckpttool.resume.diagnosis.kinds import CauseKind, TensorKind, list_kinds
+from ckpttool.resume.diagnosis.kinds import CauseKind, list_kinds
 from ckpttool.resume.text import readable_name
 from ckpttool.resume.trace.model import Trace
 

@@ -11,9 +11,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ckpttool.resume.diagnosis import tensor_diff as tensor_diff_module
+from ckpttool.engine.tensor_faults import tensor_diff as tensor_diff_module
+from ckpttool.engine.tensor_faults.tensor_diff import TensorDiff, compare_tensors
 from ckpttool.resume.diagnosis.files import may_have_heads
-from ckpttool.resume.diagnosis.tensor_diff import TensorDiff, compare_tensors
 
 RNG = np.random.default_rng(7)
 W = RNG.normal(size=(32, 12)).astype(np.float32)

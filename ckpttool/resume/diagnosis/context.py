@@ -10,10 +10,11 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from ...engine.opening import OpenCheckpoint
+from ...engine.tensor_faults.tensor_kinds import TensorKind
 from ..compare.verdict import Cause, Check
 from ..text import component_of
 from ..trace.model import Trace
-from .kinds import CauseKind, TensorKind, Topic, name_kind
+from .kinds import CauseKind, Topic, name_kind
 
 __all__ = ["Context"]
 

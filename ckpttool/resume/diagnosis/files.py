@@ -15,15 +15,15 @@ from typing import TYPE_CHECKING
 from ...engine.copy.dtypes import numpy_dtype
 from ...engine.copy.stream import Reader, StreamJob
 from ...engine.opening import OpenCheckpoint
+from ...engine.tensor_faults.tensor_diff import VAGUE, TensorDiff, compare_tensors, differs_in
 from ...errors import CkpttoolError
 from ...index import boxes
 from ...index.checkpoint import ITEMSIZE, Checkpoint, Chunk
 from ..text import fqn_of, slot_of
 from .related_tensors import find_related
-from .tensor_diff import VAGUE, TensorDiff, compare_tensors, differs_in
 
 if TYPE_CHECKING:
-    from .tensor_bits import Array
+    from ...engine.tensor_faults.tensor_bits import Array
 
 __all__ = ["FaultyFiles", "Inspected", "file_of", "find_faulty_files", "inspect_tensors", "place_of"]
 

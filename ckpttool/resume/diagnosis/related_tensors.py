@@ -10,14 +10,14 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from ...engine.tensor_faults.tensor_bits import dtype_epsilon, is_floating
+from ...engine.tensor_faults.tensor_diff import TensorDiff, compare_tensors, find_rounded_dtype
+from ...engine.tensor_faults.tensor_kinds import TensorKind
 from ...index.checkpoint import Checkpoint
 from ..text import fqn_of, slot_of
-from .kinds import TensorKind
-from .tensor_bits import dtype_epsilon, is_floating
-from .tensor_diff import TensorDiff, compare_tensors, find_rounded_dtype
 
 if TYPE_CHECKING:
-    from .tensor_bits import Array
+    from ...engine.tensor_faults.tensor_bits import Array
 
 __all__ = ["find_related", "side_tensors_of"]
 

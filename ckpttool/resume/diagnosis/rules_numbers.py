@@ -12,6 +12,7 @@ import re
 from collections import Counter
 from statistics import median
 
+from ...engine.tensor_faults.tensor_kinds import TensorKind
 from ...printable import count_noun, list_first
 from ..compare.differences import (
     first_common_step,
@@ -25,7 +26,7 @@ from ..compare.differences import (
 from ..text import describe_selection, fqn_of, readable_name
 from ..trace.model import Step, Trace
 from .context import Context
-from .kinds import CauseKind, TensorKind
+from .kinds import CauseKind
 
 __all__ = [
     "explain_after",

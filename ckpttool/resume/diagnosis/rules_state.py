@@ -15,6 +15,7 @@ from itertools import islice
 from math import prod
 from typing import TypeVar
 
+from ...engine.tensor_faults.tensor_kinds import TensorKind
 from ...printable import count_noun, list_first
 from ..compare.differences import (
     differing_tensors,
@@ -41,7 +42,7 @@ from ..trace.model import Trace
 from . import rules_values as diagnosis_values
 from .context import Context
 from .files import inspect_tensors
-from .kinds import CauseKind, TensorKind, Topic
+from .kinds import CauseKind, Topic
 from .related_tensors import side_tensors_of
 
 T = TypeVar("T")

@@ -13,14 +13,15 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
+from ...engine.tensor_faults.tensor_diff import VAGUE, TensorDiff
+from ...engine.tensor_faults.tensor_kinds import TensorKind
 from ...printable import count_noun, list_first
 from ..compare.differences import optimizer_steps, options_by_parameter
 from ..text import component_of, describe_selection, fqn_of, is_step, name_components, slot_of
 from ..trace.model import Trace
 from .context import Context
 from .files import FaultyFiles, Inspected, file_of, find_faulty_files, place_of
-from .kinds import CauseKind, TensorKind
-from .tensor_diff import VAGUE, TensorDiff
+from .kinds import CauseKind
 
 __all__ = ["explain_by_files", "explain_differing_tensors"]
 

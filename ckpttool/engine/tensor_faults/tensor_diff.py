@@ -3,7 +3,7 @@
     compare_tensors(reference, got) -> TensorDiff("rounded-bfloat16", "holds the reference's values rounded to
     bfloat16", ...)
 
-The most specific kind (kinds.py) that is true of every differing element is the one that is given.
+The most specific kind (tensor_kinds.py) that is true of every differing element is the one that is given.
 
 Comparisons are of bits, so that NaN equals NaN of the same bits and 0.0 is not -0.0. A tensor of a narrower dtype, or
 whose values were all rounded to one, is compared with the reference rounded to that dtype, so that what was done to it
@@ -19,7 +19,6 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from . import tensor_order, tensor_values
-from .kinds import TensorKind, name_kind
 from .tensor_bits import (
     LIMIT,
     ArrayPair,
@@ -32,6 +31,7 @@ from .tensor_bits import (
     is_floating,
     unequal_mask,
 )
+from .tensor_kinds import TensorKind
 
 if TYPE_CHECKING:
     from numpy import dtype
@@ -73,7 +73,7 @@ class TensorDiff:
     @property
     def kind(self) -> str:
         """The name of the way in which it differs, with the dtype that it was rounded to: "rounded-bfloat16"."""
-        return name_kind(self.way, self.detail["dtype"] if self.way is TensorKind.ROUNDED else "")
+        return self.way.label + (f"-{self.detail['dtype']}" if self.way is TensorKind.ROUNDED else "")
 
 
 def compare_tensors(reference: Array, got: Array, has_heads: bool = True) -> TensorDiff | None:

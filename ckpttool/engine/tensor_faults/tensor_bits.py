@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
-from .kinds import TensorKind
+from .tensor_kinds import TensorKind
 
 if TYPE_CHECKING:
     from numpy import ndarray

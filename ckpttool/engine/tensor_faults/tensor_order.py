@@ -12,8 +12,8 @@ from itertools import pairwise
 from typing import TYPE_CHECKING, NamedTuple
 
 from ...printable import count_noun
-from .kinds import TensorKind
 from .tensor_bits import LIMIT, ArrayPair, Found, are_same_bits, as_integers, unequal_mask
+from .tensor_kinds import TensorKind
 
 if TYPE_CHECKING:
     from .tensor_bits import Array

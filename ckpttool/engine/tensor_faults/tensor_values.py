@@ -7,7 +7,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from .kinds import TensorKind
 from .tensor_bits import (
     ArrayPair,
     Found,
@@ -18,6 +17,7 @@ from .tensor_bits import (
     dtype_epsilon,
     is_floating,
 )
+from .tensor_kinds import TensorKind
 
 if TYPE_CHECKING:
     from .tensor_bits import Array

@@ -1,0 +1,1 @@
+"""How a tensor differs from its reference, in a word that says what went wrong."""
