@@ -32,6 +32,8 @@ __all__ = [
     "HUB_LAYOUT",
     "AverageKeywords",
     "AverageRequest",
+    "CompareKeywords",
+    "CompareRequest",
     "ConvertKeywords",
     "ExportKeywords",
     "ExtractKeywords",
@@ -271,6 +273,27 @@ class OpenOptions:
 
 
 @dataclass(frozen=True, kw_only=True)
+class CompareRequest:
+    """What two models compute, and how far apart they may be; the arguments of `compare`, which explains them."""
+
+    prompts: str | os.PathLike[str] | None = option(
+        None,
+        "File of prompts, one a line: token ids as a JSON list, or text, for which --config needs a tokenizer. Without "
+        "one, ids are drawn from the vocabulary.",
+        metavar="FILE",
+    )
+    seed: int = option(0, "Seed of the ids and pixels that are drawn.", least=0)
+    dtype: str = option("fp32", "dtype to compute in: fp32, bf16, fp16 or fp64.", metavar="DTYPE")
+    device: str = option("cpu", "Device to compute on: cpu, cuda or cuda:1.", metavar="DEVICE")
+    max_kl: float | None = option(
+        None,
+        "KL divergence in nats, at the worst position, that counts as equal; by default only the measured bound does.",
+        metavar="NATS",
+        least=0,
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
 class WriteRequest:
     """What a conversion is asked to write; the arguments of `convert`, which explains them.
 
@@ -484,6 +507,18 @@ class AverageKeywords(_ToLayout, _Running, ReadKeywords, total=False):
     """Keywords of `average` that `convert` has, too."""
 
     weights: str | None
+
+
+class CompareKeywords(Search, total=False):
+    """Keywords of `compare`."""
+
+    prompts: str | os.PathLike[str] | None
+    seed: int
+    dtype: str
+    device: str
+    max_kl: float | None
+    map: str | os.PathLike[str] | None
+    progress: Progress
 
 
 class ExportKeywords(_Dropping, _Running, ReadKeywords, total=False):

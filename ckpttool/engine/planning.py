@@ -18,7 +18,7 @@ from .. import layouts
 from .._version import __version__
 from ..errors import Corrupt, IncompleteWeights, Unsupported, UsageError, argument
 from ..formats.pickles import unwritable_reason
-from ..huggingface import encodings
+from ..huggingface import encodings, model_files
 from ..huggingface.encodings import Encodings
 from ..huggingface.model_files import read_model_files
 from ..index.checkpoint import (
@@ -59,7 +59,7 @@ from .transform.dequantizing import dequantize
 from .transform.quantizing import quantize, refuse_scheme
 from .transform.vocabulary_size import resize_vocabulary
 
-__all__ = ["Plan", "choose_dtype", "plan", "plan_conversion", "plan_id", "read_map"]
+__all__ = ["Plan", "choose_dtype", "open_model", "plan", "plan_conversion", "plan_id", "read_map"]
 
 
 @dataclass
@@ -176,6 +176,30 @@ def plan_conversion(
         opened.source.close()
         raise
     return Plan(opened, draft, target, account)
+
+
+def open_model(src: CheckpointPath, reading: OpenOptions, writing: WriteRequest) -> OpenCheckpoint:
+    """Open the weights of a checkpoint under the names that its model has in memory: merged with an adapter,
+    dequantised and mapped as a conversion for the Hub would do it, tied weights under each of their names.
+
+    Raises:
+        CkpttoolError: the source cannot be read, or arguments make no sense. With any error, the source is closed.
+    """
+    writing, hub, model = read_map(writing), layouts.find(HUB_LAYOUT), model_of(reading)
+    opened = _open_source(src, reading, model, lambda part: part == "model")
+    try:
+        opened.locate()
+        opened = _change_state(opened, writing, model.config, Account(), to_hub=True)
+        found = opened.checkpoint
+        options = layouts.WriteOptions(config=model.config, own=writing.options)
+        ckpt = hub.prepare(replace(found, tensors=dict(found.tensors)), opened.source, options)
+        config = ckpt.config or model_files.find_model_files(opened.source, model.config, [])[0]
+        assert hub.locate is not None
+        weights = replace(ckpt, config=config, files=ckpt.files, tensors=dict(ckpt.tensors))
+        return replace(opened, checkpoint=hub.locate(weights, opened.source), located=True)
+    except BaseException:
+        opened.close()
+        raise
 
 
 def _note_unused(opened: OpenCheckpoint, reading: OpenOptions, writing: WriteRequest, target: layouts.Layout) -> None:

@@ -43,7 +43,7 @@ def in_memory(tensors: dict[str, TensorEntry], config: dict[str, Any], notes: li
     relation = None if codes else _ask_transformers(config, tensors, notes)
     if (
         relation is not None
-        and set(relation.views) - set(relation.tied) <= set(tensors)
+        and {n for n, v in relation.views.items() if v.of not in relation.tied} <= set(tensors)
         and any(v.of != k for k, v in relation.views.items())
     ):
         tensors = _fuse(tensors, relation)

@@ -1,0 +1,1 @@
+"""Two checkpoints as models: run layer by layer on the same tokens, and compared by what they compute."""

@@ -1,0 +1,419 @@
+"""compare: what two checkpoints compute on the same tokens, layer by layer, in the memory of one layer.
+
+    A on the prompts           each layer's output goes to a temporary file
+    B on the same prompts      each layer's output is compared with A's at once
+    A again, otherwise         only if something differs: with other kernels for attention, and another number of
+                               threads. By how much A then differs from itself is what rounding alone does; ten
+                               times that is what two equal models may differ
+
+Equal weights and configs take equal paths, and give equal bits.
+"""
+
+from __future__ import annotations
+
+import math
+import tempfile
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass, field
+from typing import IO, TYPE_CHECKING, Any
+
+from ...errors import Unsupported, UsageError, argument
+from ...options import CompareRequest, Progress
+from ...printable import Shown, count_noun, list_first
+from .causes import LayerCause, explain_layer, find_config_differences
+from .prompts import ModelInputs, make_inputs, read_prompts
+from .sides import ModelSide
+from .streaming import StreamedModel
+
+if TYPE_CHECKING:
+    import torch
+
+__all__ = ["LayerDifference", "LogitComparison", "LogitNoise", "compare_sides"]
+
+#: How many times more than the measured noise two equal models may differ.
+_MARGIN = 10
+#: Rows of logits that are compared at one time.
+_ROWS = 64
+_DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16", "fp64": "float64"}
+
+
+@dataclass
+class LayerDifference:
+    """How far the outputs of a layer are apart: the largest difference of two numbers, and the distance relative to the
+    length of A's output. `bound` is what the relative one may be by rounding alone, None where nothing was measured."""
+
+    name: str
+    largest: float
+    relative: float
+    bound: float | None = None
+
+    @property
+    def exceeds(self) -> bool:
+        """Tell whether it is more than rounding."""
+        return self.relative > (self.bound or 0)
+
+
+@dataclass
+class LogitNoise:
+    """By how much A differs from itself when it is computed in another way: the largest difference of two logits."""
+
+    what: str
+    largest: float
+
+
+@dataclass
+class LogitComparison(Shown):
+    """What `compare` found; `equal` is True if no logit differs by more than `bound`, or the KL divergence is at most
+    the one that was allowed.
+
+    KL divergences are of B from A, in nats. `bound` is None where every logit is equal, so that nothing was measured.
+    `causes` are what explains the first layer that differs; `layers` are in the order in which they are computed.
+    `weights_differ` are all weights with other values, `unreached` those that no prompt made the model read, and
+    which were compared all the same.
+    """
+
+    equal: bool
+    model: str
+    dtype: str
+    device: str
+    prompts: int
+    tokens: int
+    kl_mean: float | None = None
+    kl_max: float | None = None
+    largest: float | None = None
+    top1_equal: int | None = None
+    bound: float | None = None
+    noise: list[LogitNoise] = field(default_factory=list)
+    first_layer: str | None = None
+    causes: list[LayerCause] = field(default_factory=list)
+    layers: list[LayerDifference] = field(default_factory=list)
+    config: dict[str, tuple[Any, Any]] = field(default_factory=dict)
+    weights: int = 0
+    weights_differ: list[str] = field(default_factory=list)
+    unreached: list[str] = field(default_factory=list)
+    missing_a: list[str] = field(default_factory=list)
+    missing_b: list[str] = field(default_factory=list)
+    unexpected_a: list[str] = field(default_factory=list)
+    unexpected_b: list[str] = field(default_factory=list)
+    layer_bytes: int = 0
+    notes: list[str] = field(default_factory=list)
+
+    def __bool__(self) -> bool:
+        """Tell whether the two differ."""
+        return not self.equal
+
+    def to_json(self) -> dict[str, Any]:
+        """Convert to plain data."""
+        return asdict(self)
+
+    def lines(self) -> Iterator[str]:
+        """Yield the verdict, the numbers, and what explains them."""
+        if self.kl_max is not None and self.kl_mean is not None:
+            yield f"KL divergence: mean {self.kl_mean:.3g}, max {self.kl_max:.3g} nats over {self.tokens:,} positions"
+        if self.largest is not None:
+            agreed = (
+                "" if self.top1_equal is None else f"; top-1 agrees at {self.top1_equal:,} of {self.tokens:,} positions"
+            )
+            yield f"largest logit difference: {self.largest:.3g}{agreed}"
+        if self.bound is not None:
+            noise = ", ".join(f"{n.what}: {n.largest:.3g}" for n in self.noise)
+            yield f"bound: {self.bound:.3g}, {_MARGIN} times the most that A differs from itself ({noise})"
+        if self.first_layer is not None:
+            row = next((x for x in self.layers if x.name == self.first_layer), None)
+            by = (
+                ""
+                if row is None
+                else f": relative {row.relative:.3g}"
+                + ("" if row.bound is None else f", by rounding at most {row.bound:.3g}")
+            )
+            yield f"first layer that differs: {self.first_layer}{by}"
+        for cause in self.causes:
+            yield f"  {cause.name} {cause.how}"
+        if self.weights_differ:
+            first = list_first(self.weights_differ)
+            yield f"other values: {len(self.weights_differ):,} of {self.weights:,} weights, {first}"
+        word = "equal" if self.equal else "different"
+        yield f"{word}: {self.model} on {count_noun(self.prompts, 'prompt')}, computed in {self.dtype} on {self.device}"
+
+
+def compare_sides(
+    a: ModelSide, b: ModelSide, request: CompareRequest, progress: Progress, tokenizer: str | None = None
+) -> LogitComparison:
+    """Compare two open checkpoints by what their models compute.
+
+    Args:
+        request: prompts, seed, dtype, device, and the KL divergence that is allowed.
+        progress: called with ("compare", bytes read, bytes in all).
+        tokenizer: the folder that may have one, for prompts in text.
+
+    Raises:
+        Unsupported: transformers cannot build or run the model, or neither side fits its config.
+        UsageError: the dtype, the device or the prompts make no sense.
+        CkpttoolError: a weight cannot be read.
+    """
+    device, dtype = _choose_device(request.device), _choose_dtype(request.dtype)
+    model_a = StreamedModel.of_config(a.config, dtype, device)
+    model_b = model_a if a.config == b.config else StreamedModel.of_config(b.config, dtype, device)
+    name = type(model_a.model).__name__
+    out = LogitComparison(False, name, str(dtype).removeprefix("torch."), str(device), 0, 0)
+    out.config, out.weights = find_config_differences(a.config, b.config), len(model_a.wanted)
+    if not _check_weights(model_a, model_b, a, b, out):
+        return out
+    prompts = None if request.prompts is None else read_prompts(request.prompts, tokenizer)
+    inputs = make_inputs(model_a.model, a.config, prompts, request.seed)
+    out.prompts, out.tokens = inputs.prompts, inputs.tokens
+    _count_bytes((a, b), progress)
+    with tempfile.TemporaryFile() as file:
+        recorded = _Recording(file, inputs)
+        logits = inputs.rows_of(model_a.run(a, inputs, recorded.add))
+        rows: list[LayerDifference] = []
+        theirs = inputs.rows_of(model_b.run(b, inputs, recorded.comparing(rows)))
+        if logits.shape != theirs.shape:
+            raise Unsupported(
+                f"A gives logits of {list(logits.shape)} and B of {list(theirs.shape)}: they are not comparable."
+            )
+        out.layers, out.tokens = rows, len(logits)
+        _read_unreached(model_a, a, b, out)
+        _measure_logits(logits, theirs, out)
+        out.equal = out.largest == 0
+        if not out.equal or any(row.relative for row in rows):
+            _measure_noise(model_a, a, inputs, recorded, logits, out)
+            assert out.bound is not None and out.largest is not None and out.kl_max is not None
+            allowed = request.max_kl is not None and out.kl_max <= request.max_kl
+            out.equal = out.largest <= out.bound or allowed
+            _name_first_layer(model_a, a, b, out)
+    out.layer_bytes = max(model_a.peak_bytes, model_b.peak_bytes)
+    for side in (a, b):
+        side.opened.source.assert_unchanged()
+    return out
+
+
+def _choose_device(asked: str) -> torch.device:
+    """Return the device of this name.
+
+    Raises:
+        UsageError: this machine has none.
+    """
+    import torch
+
+    try:
+        device = torch.device(asked)
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError) as e:
+        raise UsageError(f"{argument('device', asked)}: {str(e).splitlines()[0]}") from None
+    return device
+
+
+def _choose_dtype(asked: str) -> torch.dtype:
+    """Return the dtype that a model is computed in.
+
+    Raises:
+        UsageError: it is none of those.
+    """
+    import torch
+
+    if asked not in _DTYPES:
+        raise UsageError(f"{argument('dtype', asked)}: choose one of {', '.join(_DTYPES)}.")
+    dtype: torch.dtype = getattr(torch, _DTYPES[asked])
+    return dtype
+
+
+def _check_weights(
+    model_a: StreamedModel, model_b: StreamedModel, a: ModelSide, b: ModelSide, out: LogitComparison
+) -> bool:
+    """Tell whether both sides have the weights of their models, all and no others; what one of them lacks or has
+    besides goes into `out`.
+
+    Raises:
+        Unsupported: both lack the same, or have other shapes, so that the config is of another model.
+    """
+    (out.missing_a, out.unexpected_a, shapes), (out.missing_b, out.unexpected_b, theirs) = (
+        model_a.find_misfit(a),
+        model_b.find_misfit(b),
+    )
+    common = [n for n in out.missing_a if n in set(out.missing_b)] or [
+        n for n in out.unexpected_a if n in set(out.unexpected_b)
+    ]
+    if common or shapes:
+        what = shapes[0] if shapes else f'{len(common)} of its weights do not fit both of them, first "{common[0]}"'
+        raise Unsupported(
+            f"config.json describes a {out.model}, and A is none: {what}. {argument('config')} names its config."
+        )
+    if theirs:
+        raise Unsupported(f"B is not a {out.model} of this config: {theirs[0]}.")
+    for side, missing, more in (("A", out.missing_a, out.unexpected_a), ("B", out.missing_b, out.unexpected_b)):
+        out.causes += [LayerCause(n, f"is missing in {side}") for n in missing[:8]]
+        out.causes += [LayerCause(n, f"is in {side}, and its model has no such weight") for n in more[:8]]
+    if not out.causes:
+        return True
+    wrong = {*out.missing_a, *out.missing_b, *out.unexpected_a, *out.unexpected_b}
+    layers = {n: layer for layer, places in model_a.layers.items() for n in places}
+    out.first_layer = next((layer for n, layer in layers.items() if n in wrong), None)
+    out.notes.append("nothing was computed: a model with weights that are missing would hold random numbers")
+    return False
+
+
+def _count_bytes(sides: tuple[ModelSide, ModelSide], progress: Progress) -> None:
+    """Have the weights that are read from now on reported to `progress`."""
+    total = sum(t.nbytes for side in sides for t in side.tensors.values())
+    done = 0
+
+    def count(nbytes: int) -> None:
+        nonlocal done
+        done += nbytes
+        progress("compare", min(done, total), total)
+
+    for side in sides:
+        side.progress = count
+
+
+class _Recording:
+    """The outputs of A's layers, in a file that is gone when it is closed."""
+
+    def __init__(self, file: IO[bytes], inputs: ModelInputs) -> None:
+        self._file, self._inputs = file, inputs
+        self._places: dict[str, list[tuple[int, tuple[int, ...]]]] = {}
+
+    def add(self, layer: str, outputs: list[torch.Tensor]) -> None:
+        """Keep what a layer of A returned."""
+        for found in outputs:
+            rows = self._inputs.rows_of(found).float().cpu().contiguous()
+            self._places.setdefault(layer, []).append((self._file.tell(), tuple(rows.shape)))
+            self._file.write(rows.numpy().data)
+
+    def comparing(self, rows: list[LayerDifference]) -> Callable[[str, list[torch.Tensor]], None]:
+        """Return a sink that compares what layers return with what A's did, and adds a row for each to `rows`. Layers
+        that A has not are passed over."""
+
+        def compare(layer: str, outputs: list[torch.Tensor]) -> None:
+            largest = relative = 0.0
+            places = self._places.get(layer)
+            if places is None:
+                return
+            for place, found in zip(places, outputs, strict=False):
+                here = self._inputs.rows_of(found).float().cpu()
+                if tuple(here.shape) != place[1]:
+                    largest = relative = math.inf
+                    continue
+                one = _measure(self._read(*place), here)
+                largest, relative = max(largest, one[0]), max(relative, one[1])
+            rows.append(LayerDifference(layer, largest, relative))
+
+        return compare
+
+    def _read(self, at: int, shape: tuple[int, ...]) -> torch.Tensor:
+        """Read an output of A."""
+        import torch
+
+        end = self._file.tell()
+        self._file.seek(at)
+        found = torch.frombuffer(bytearray(self._file.read(4 * math.prod(shape)) or bytes(4)), dtype=torch.float32)
+        self._file.seek(end)
+        return found[: math.prod(shape)].reshape(shape)
+
+
+def _measure(x: torch.Tensor, y: torch.Tensor) -> tuple[float, float]:
+    """Return (the largest difference of two numbers, the distance relative to the length of x) of two tensors of one
+    shape. Equal infinities and NaN on both sides are equal; NaN on one side is infinitely far."""
+    same = (x == y) | (x.isnan() & y.isnan())
+    if bool(same.all()):
+        return 0.0, 0.0
+    gap = (x.double() - y.double()).abs().masked_fill(same, 0).nan_to_num(nan=math.inf)
+    length = float(x.double().nan_to_num(posinf=0, neginf=0).norm())
+    return float(gap.max()), float(gap.norm()) / length if length else math.inf
+
+
+def _measure_logits(x: torch.Tensor, y: torch.Tensor, out: LogitComparison) -> None:
+    """Measure how far the logits of A (`x`) and B (`y`) are apart, [positions, vocabulary], into `out`."""
+    import torch
+
+    divergences, largest, agreed = [], 0.0, 0
+    for k in range(0, len(x), _ROWS):
+        p, q = x[k : k + _ROWS].double(), y[k : k + _ROWS].double()
+        largest = max(largest, _measure(p, q)[0])
+        agreed += int((p.argmax(-1) == q.argmax(-1)).sum())
+        log_p, log_q = torch.log_softmax(p, -1), torch.log_softmax(q, -1)
+        each = torch.where((log_p > -math.inf) & (log_p != log_q), log_p.exp() * (log_p - log_q), 0)
+        divergences.append(each.sum(-1).clamp(min=0))
+    kl = torch.cat(divergences)
+    out.kl_mean, out.kl_max = float(kl.mean()), float(kl.max())
+    out.largest, out.top1_equal = largest, agreed
+
+
+def _read_unreached(model: StreamedModel, a: ModelSide, b: ModelSide, out: LogitComparison) -> None:
+    """Compare the weights that no prompt made the models read, byte for byte, and list all that differ."""
+    for name in model.wanted:
+        stored = [model.name_in(side, name) for side in (a, b)]
+        if None in stored:
+            continue
+        for side, n in zip((a, b), stored, strict=True):
+            if n is not None and n not in side.digests:
+                side.read(n)
+                out.unreached += [name] if side is a else []
+        if a.digests[str(stored[0])] != b.digests[str(stored[1])]:
+            out.weights_differ.append(name)
+    lost = [n for n in out.unreached if n in set(out.weights_differ)]
+    if lost:
+        out.notes.append(f"no prompt reached {count_noun(len(lost), 'weight')} that differ: {list_first(lost)}")
+
+
+def _measure_noise(
+    model: StreamedModel,
+    a: ModelSide,
+    inputs: ModelInputs,
+    recorded: _Recording,
+    logits: torch.Tensor,
+    out: LogitComparison,
+) -> None:
+    """Compute A again in other ways, and make what changes the bounds of the layers and of the logits.
+
+    Args:
+        recorded, logits: what A gave at first.
+    """
+    noise: dict[str, float] = {}
+    for what, change, back in _other_ways(model):
+        rows: list[LayerDifference] = []
+        try:
+            change()
+            again = inputs.rows_of(model.run(a, inputs, recorded.comparing(rows)))
+        except (Unsupported, ValueError, ImportError):  # this model has no such kernels
+            continue
+        finally:
+            back()
+        out.noise.append(LogitNoise(what, _measure(logits, again)[0]))
+        for row in rows:
+            noise[row.name] = max(noise.get(row.name, 0.0), row.relative)
+    out.bound = _MARGIN * max((n.largest for n in out.noise), default=0.0)
+    most = 0.0
+    for row in out.layers:  # what comes in with it, a layer hands on
+        most = max(most, noise.get(row.name, 0.0))
+        row.bound = _MARGIN * most
+
+
+def _other_ways(model: StreamedModel) -> list[tuple[str, Callable[[], Any], Callable[[], Any]]]:
+    """List other ways to compute a model: (what they are called, what sets one, what sets the usual one again)."""
+    import torch
+
+    usual = getattr(model.model.config, "_attn_implementation", None)
+    other = "sdpa" if usual == "eager" else "eager"
+    ways: list[tuple[str, Callable[[], Any], Callable[[], Any]]] = []
+    if usual is not None:
+        attend = model.model.set_attn_implementation
+        ways.append((f"{other} attention for {usual}", lambda: attend(other), lambda: attend(usual)))
+    if model.device.type == "cpu":
+        threads = torch.get_num_threads()
+        more = 1 if threads > 1 else 2
+        what = f"{count_noun(more, 'thread')} for {threads}"
+        ways.append((what, lambda: torch.set_num_threads(more), lambda: torch.set_num_threads(threads)))
+    return ways
+
+
+def _name_first_layer(model: StreamedModel, a: ModelSide, b: ModelSide, out: LogitComparison) -> None:
+    """Find the first layer that differs by more than rounding, or at all, and what explains it."""
+    first = next((row for row in out.layers if row.exceeds), None) or next((r for r in out.layers if r.relative), None)
+    if first is None:
+        return
+    out.first_layer = first.name
+    out.causes = explain_layer(model, a, b, first.name)
+    if not out.causes:
+        out.notes.append(f"no weight of {first.name} differs, and no key of config.json that is known to matter")

@@ -1,0 +1,240 @@
+"""What both models compute: a batch of token ids, the same for the same seed, and pixels where the model looks at some.
+
+Without a file of prompts the ids are drawn from the whole vocabulary, in rows of several lengths, with the special ids
+of the config at their ends. Pixels are drawn from a normal distribution.
+"""
+
+from __future__ import annotations
+
+import inspect
+import os
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from ...bounded_json import parse
+from ...errors import Corrupt, Unsafe, Unsupported, UsageError, argument
+
+if TYPE_CHECKING:
+    import torch
+
+__all__ = ["ModelInputs", "make_inputs", "read_prompts"]
+
+#: Tokens of each prompt that is made up.
+_LENGTHS = (48, 17, 5, 1)
+_MOST_BYTES = 16 << 20
+#: Keys of a config that name an id of the vocabulary.
+_SPECIAL = ("bos_token_id", "eos_token_id", "pad_token_id", "decoder_start_token_id")
+_IMAGE = ("image_token_id", "image_token_index")
+
+
+class ModelInputs(NamedTuple):
+    """The arguments of a model, {name: tensor}, and how many prompts they are of."""
+
+    tensors: dict[str, torch.Tensor]
+    prompts: int
+
+    def rows_of(self, found: torch.Tensor) -> torch.Tensor:
+        """Return the part of an output that belongs to tokens and not to padding, as a matrix; all of it where it is
+        not one vector for each token."""
+        for name in ("decoder_attention_mask", "attention_mask"):
+            mask = self.tensors.get(name)
+            if mask is not None and found.ndim > 2 and found.shape[:2] == mask.shape:
+                return found[mask.bool()].reshape(int(mask.sum()), -1)
+        return found.reshape(-1, found.shape[-1]) if found.ndim > 1 else found.reshape(1, -1)
+
+    @property
+    def tokens(self) -> int:
+        """The number of positions whose logits are compared."""
+        masks = (self.tensors.get(n) for n in ("decoder_attention_mask", "attention_mask"))
+        return next((int(m.sum()) for m in masks if m is not None), 0)
+
+
+def make_inputs(model: Any, config: dict[str, Any], prompts: Sequence[Sequence[int]] | None, seed: int) -> ModelInputs:
+    """Make the inputs of a model.
+
+    Args:
+        model: a model of transformers, on the meta device.
+        config: its config.json.
+        prompts: token ids; None to draw some.
+        seed: of what is drawn.
+
+    Raises:
+        Unsupported: the model takes neither token ids nor images of a known form.
+        UsageError: an id is outside the vocabulary.
+    """
+    import numpy as np
+
+    takes = inspect.signature(model.forward).parameters
+    if "input_ids" not in takes:
+        raise Unsupported(
+            f"{type(model).__name__} takes no input_ids, but {', '.join(list(takes)[:3])}: ckpttool makes up token ids "
+            "and images only."
+        )
+    random = np.random.default_rng(seed)
+    text = {**config, **(config.get("text_config") or {})}
+    size = _count_vocabulary(model)
+    images, image = _make_pixels(model, config, takes, random) if "pixel_values" in takes else ({}, [])
+    special = [text[k] for k in _SPECIAL if isinstance(text.get(k), int) and 0 <= text[k] < size]
+    most = text.get("max_position_embeddings", text.get("n_positions"))
+    most = most if isinstance(most, int) else 1 << 20
+    reserved = {v for k, v in text.items() if k.endswith(("_token_id", "_token_index")) and isinstance(v, int)}
+    if prompts is None:
+        prompts = [_draw_prompt(random, min(n, most), size, special, reserved) for n in _LENGTHS]
+    if bad := next((i for row in prompts for i in row if not 0 <= i < size), None) is not None:
+        raise UsageError(f"{argument('prompts')}: token {bad} is outside the vocabulary of {size:,} rows.")
+    if image:
+        prompts = [[*_draw_prompt(random, 2, size, [], reserved), *image, *prompts[0][:8]], *prompts]
+    ids, mask = _pad(prompts)
+    inputs = {"input_ids": ids, "attention_mask": mask, **images}
+    if "mm_token_type_ids" in takes and image:
+        inputs["mm_token_type_ids"] = (ids == next(config[k] for k in _IMAGE if k in config)).int()
+    if getattr(model.config, "is_encoder_decoder", False) and "decoder_input_ids" in takes:
+        start = text.get("decoder_start_token_id")
+        answers = [[start if isinstance(start, int) else 0, *row[: len(row) // 2]] for row in prompts]
+        inputs["decoder_input_ids"], inputs["decoder_attention_mask"] = _pad(answers)
+    return ModelInputs({k: v for k, v in inputs.items() if k in takes or k == "input_ids"}, len(prompts))
+
+
+def _count_vocabulary(model: Any) -> int:
+    """Count the rows of the input embedding."""
+    embedding = model.get_input_embeddings()
+    if not hasattr(embedding, "weight"):
+        raise Unsupported(f"{type(model).__name__} has no input embedding of tokens.")
+    return int(embedding.weight.shape[0])
+
+
+def _draw_prompt(random: Any, length: int, size: int, special: list[int], reserved: set[int]) -> list[int]:
+    """Draw ids of a vocabulary of `size` rows, without `reserved` ones; a long prompt begins with the `special` ids and
+    the first and the last row."""
+    ends = list(dict.fromkeys([*special, 0, size - 1]))
+    free = [i for i in random.integers(0, size, 4 * length).tolist() if i not in reserved] or [0]
+    rest = [free[k % len(free)] for k in range(length)]
+    return [*(i for i in ends if i not in reserved or i in special), *rest][:length] if length > 8 else rest
+
+
+def _pad(rows: Sequence[Sequence[int]]) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return (ids, mask) of rows that are padded with 0 on the right."""
+    import torch
+
+    longest = max(map(len, rows))
+    ids = torch.tensor([[*row, *[0] * (longest - len(row))] for row in rows])
+    mask = torch.tensor([[1] * len(row) + [0] * (longest - len(row)) for row in rows])
+    return ids, mask
+
+
+def _make_pixels(
+    model: Any, config: dict[str, Any], takes: Any, random: Any
+) -> tuple[dict[str, torch.Tensor], list[int]]:
+    """Make one image, as the arguments of a model, and the tokens that stand for it in a prompt.
+
+    Raises:
+        Unsupported: how the model takes images is not known.
+    """
+    import torch
+
+    vision = config.get("vision_config") or {}
+    token = next((config[k] for k in _IMAGE if isinstance(config.get(k), int)), None)
+    own = getattr(model.config, "vision_config", None)
+    name = type(model).__name__
+    if token is None or own is None:
+        raise Unsupported(
+            f"{name} looks at images in a way that ckpttool does not know: config.json names no image token."
+        )
+    if "image_grid_thw" in takes:  # patches of several images in one row, with the grid of each
+        merge, patch = own.spatial_merge_size, own.patch_size
+        grid = [1, 2 * merge, 2 * merge]
+        channels = int(getattr(own, "in_channels", None) or getattr(own, "in_chans", 3))
+        numbers = channels * getattr(own, "temporal_patch_size", 1) * patch * patch
+        pixels = torch.from_numpy(random.standard_normal((grid[1] * grid[2], numbers)).astype("f4"))
+        return {"pixel_values": pixels, "image_grid_thw": torch.tensor([grid])}, [token] * (
+            grid[1] * grid[2] // merge**2
+        )
+    side = own.image_size if isinstance(getattr(own, "image_size", None), int) else vision.get("image_size")
+    if not isinstance(side, int) or not hasattr(model, "get_image_features"):
+        raise Unsupported(f"{name} looks at images in a way that ckpttool does not know.")
+    shape = (1, getattr(own, "num_channels", 3), side, side)
+    for lead in ((), (1,)):  # some have a dimension for the images of a prompt
+        try:
+            meta = torch.empty((*lead, *shape), device="meta")
+            found = model.get_image_features(pixel_values=meta)
+        except Exception:  # whatever this model's code raises on a form that it does not take
+            continue
+        rows = _count_rows(found)
+        if rows:
+            pixels = torch.from_numpy(random.standard_normal((*lead, *shape)).astype("f4"))
+            return {"pixel_values": pixels}, [token] * rows
+    raise Unsupported(f"{name} looks at images in a way that ckpttool does not know.")
+
+
+def _count_rows(found: Any) -> int:
+    """Count the vectors that an image became: a tensor, a list of them, or an output that holds one."""
+    if isinstance(found, (tuple, list)):
+        return sum(map(_count_rows, found))
+    pooled = getattr(found, "pooler_output", None)
+    if pooled is not None:
+        return _count_rows(pooled)
+    shape = getattr(found, "shape", None)
+    return int(found.numel() // shape[-1]) if shape else 0
+
+
+def read_prompts(path: str | os.PathLike[str], config: str | None) -> list[list[int]]:
+    """Read prompts from a file: on each line a list of token ids, an object with "input_ids" or "text", or plain text.
+
+    Args:
+        config: the folder with the tokenizer, which text needs; None where there is none.
+
+    Raises:
+        UsageError: the file cannot be read or has no prompt, or text has no tokenizer.
+    """
+    try:
+        with open(path, encoding="utf-8") as f:
+            lines = [line.strip() for line in f.read(_MOST_BYTES).splitlines()]
+    except (OSError, UnicodeDecodeError) as e:
+        raise UsageError(f"{argument('prompts', os.fspath(path))}: {e}.") from None
+    found: list[Any] = [_parse_prompt(line) for line in lines if line]
+    if texts := [x for x in found if isinstance(x, str)]:
+        tokenizer = _load_tokenizer(config, path)
+        ids = dict(zip(texts, tokenizer(texts)["input_ids"], strict=True))
+        found = [ids[x] if isinstance(x, str) else x for x in found]
+    rows = [list(x) for x in found if x]
+    if not rows:
+        raise UsageError(f"{argument('prompts', os.fspath(path))}: the file holds no prompt.")
+    return rows
+
+
+def _parse_prompt(line: str) -> str | list[int]:
+    """Parse a line of a file of prompts: ids, or text."""
+    if not line.startswith(("[", "{", '"')):
+        return line
+    try:
+        found = parse(line.encode(), "prompt")
+    except (Corrupt, Unsafe):
+        return line
+    if isinstance(found, dict):
+        found = found.get("input_ids", found.get("text"))
+    if isinstance(found, str):
+        return found
+    if isinstance(found, list) and found and all(type(i) is int for i in found):
+        return found
+    return line
+
+
+def _load_tokenizer(config: str | None, path: str | os.PathLike[str]) -> Any:
+    """Load the tokenizer beside a config, as data: no code of the folder is run.
+
+    Raises:
+        UsageError: there is none.
+    """
+    import transformers
+
+    if config is not None and os.path.isdir(config):
+        try:
+            return transformers.AutoTokenizer.from_pretrained(config, trust_remote_code=False, local_files_only=True)
+        except Exception as e:  # a tokenizer of another kind, or none
+            raise UsageError(
+                f"{argument('prompts', os.fspath(path))} has text, and the tokenizer in {config}: {e}"
+            ) from None
+    raise UsageError(
+        f"{argument('prompts', os.fspath(path))} has text, which needs a tokenizer: give {argument('config')} a folder "
+        "that has one beside config.json, or write token ids, one list a line."
+    )

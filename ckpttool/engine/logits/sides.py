@@ -1,0 +1,132 @@
+"""One of the two checkpoints that are compared: its config, and its weights under the names that the model has in
+memory, read one at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any
+
+from ... import layouts
+from ...errors import Unsupported, UsageError, argument
+from ...huggingface import encodings, model_files
+from ...index.checkpoint import TensorEntry
+from ...index.composites import composites
+from ...options import OpenOptions, WriteRequest
+from ..handle import TensorHandle
+from ..opening import CheckpointPath, OpenCheckpoint, drop_unused_hints, show_path
+from ..planning import open_model
+
+if TYPE_CHECKING:
+    import torch
+
+__all__ = ["ModelSide", "has_own_config", "open_side"]
+
+_MODEL = "model."
+
+
+@dataclass
+class ModelSide:
+    """A checkpoint whose weights are asked for by the names of the model's parameters.
+
+    `digests` {name: BLAKE3 of the numbers} of every weight that was read, whatever its dtype; `rounded_to` is another
+    side, to whose dtypes weights are rounded first, as a cast has done there.
+    """
+
+    label: str
+    opened: OpenCheckpoint
+    config: dict[str, Any]
+    digests: dict[str, str] = field(default_factory=dict)
+    rounded_to: ModelSide | None = None
+    progress: Callable[[int], None] = lambda nbytes: None
+
+    @property
+    def tensors(self) -> Mapping[str, TensorEntry]:
+        """The weights, {name in memory: where they lie}."""
+        return {n.removeprefix(_MODEL): t for n, t in self.opened.checkpoint.tensors.items() if n.startswith(_MODEL)}
+
+    def read(self, name: str) -> torch.Tensor:
+        """Read one weight on the CPU, in its own dtype, or that of `rounded_to`; its digest is kept.
+
+        Raises:
+            Corrupt, SourceChanged: its bytes are damaged.
+        """
+        import torch
+        from blake3 import blake3
+
+        found = TensorHandle(self.opened, _MODEL + name).torch()
+        if self.rounded_to is not None and found.is_floating_point():
+            found = found.to(getattr(torch, self.rounded_to.tensors[name].dtype))
+        wide = found.to(torch.promote_types(found.dtype, torch.float32)) if found.is_floating_point() else found
+        self.digests[name] = blake3(wide.contiguous().view(-1).view(torch.uint8).numpy().data).hexdigest()
+        self.progress(found.nbytes)
+        return found
+
+
+def has_own_config(path: CheckpointPath) -> bool:
+    """Tell whether a checkpoint is a folder with a config.json of a model, which a program that loads it would take."""
+    where = path if isinstance(path, layouts.Place) else layouts.place(path)
+    with where.source:
+        return where.file is None and "config.json" in where.source.list()
+
+
+def open_side(label: str, path: CheckpointPath, reading: OpenOptions, writing: WriteRequest) -> ModelSide:
+    """Open a checkpoint in any layout as the weights of a model.
+
+    Args:
+        label: "A" or "B".
+        reading: how it is read; hints that its layout does not use are left out.
+        writing: its name map, and the patterns of what is dequantised.
+
+    Raises:
+        Unsupported: it holds no weights, or codes whose numbers are not known.
+        UsageError: there is no config.json of its model.
+        CkpttoolError: it cannot be opened.
+    """
+    options = OpenOptions(**{**vars(drop_unused_hints(path, reading)), "config": reading.config})
+    opened = open_model(path, options, writing)
+    try:
+        if _find_codes(opened) is not None:
+            opened.close()
+            opened = open_model(path, options, replace(writing, dequantize=("*",)))
+        _refuse_codes(label, opened)
+        return ModelSide(label, opened, _find_config(opened, reading.config, path))
+    except BaseException:
+        opened.close()
+        raise
+
+
+def _find_config(opened: OpenCheckpoint, given: str | None, path: CheckpointPath) -> dict[str, Any]:
+    """Find the config.json of a checkpoint's model: the one that was given, or its own, or one beside it.
+
+    Raises:
+        UsageError: there is none.
+    """
+    found = opened.checkpoint.config or model_files.find_model_files(opened.source, given, [])[0]
+    if found is None or not isinstance(found.get("model_type"), str):
+        raise UsageError(
+            f"{show_path(path)} has no config.json, which says what its model computes. Give {argument('config')} the "
+            "folder of one."
+        )
+    return found
+
+
+def _find_codes(opened: OpenCheckpoint) -> str | None:
+    """Find the first weight that is codes, and return its name; None where all are numbers."""
+    ckpt = opened.checkpoint
+    config = encodings.read_quantization_config(ckpt, opened.source if opened.folder else None)
+    coded = [n for n, c in composites(ckpt).items() if c.path[0] == "model"]
+    return next(iter([*encodings.find_in_checkpoint(ckpt, config).weights, *coded]), None)
+
+
+def _refuse_codes(label: str, opened: OpenCheckpoint) -> None:
+    """Refuse weights that are codes: their numbers are not the model's.
+
+    Raises:
+        Unsupported: with the first.
+    """
+    if (first := _find_codes(opened)) is not None:
+        raise Unsupported(
+            f'{label}: "{first}" holds codes, and ckpttool does not know which numbers they stand for. Dequantise it with '
+            "the program that quantised it."
+        )

@@ -1,0 +1,293 @@
+"""A model of transformers whose weights are in memory one layer at a time.
+
+    model = StreamedModel(config, dtype, device)
+    model.run(side, inputs, sink)          # sink(layer, its outputs), in the order in which layers are computed
+
+The model is built on the meta device, so it takes no memory, and no code beside a checkpoint is run. A layer is a child
+of a ModuleList, or another module that holds none: an embedding, a norm, the output layer. Just before its forward its
+weights are read, and right after it they are let go. Buffers that no checkpoint has (inv_freq) are computed by
+transformers' own initialisation, as from_pretrained does it.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from ...errors import Unsupported
+from ...huggingface.hub_names import meta_model
+from .sides import ModelSide
+
+if TYPE_CHECKING:
+    import torch
+
+    from .prompts import ModelInputs
+
+__all__ = ["Sink", "StreamedModel", "list_tensors"]
+
+#: Gets (name of a layer, its outputs) when the layer has been computed; "#2" is put behind the name at its second call.
+Sink = Callable[[str, "list[torch.Tensor]"], None]
+
+#: transformers ignores these where older versions saved them.
+_NOT_WANTED = re.compile(r"(^|\.)(rotary_emb\.inv_freq|position_ids)$")
+
+
+@dataclass
+class StreamedModel:
+    """A model whose parameters are on the meta device but for those of the layer that is computed.
+
+    `layers` {name: {name of a weight that it reads: (module, its attribute, whether it is a buffer)}}; `tied` {name:
+    the one that transformers ties it to}; `peak_bytes` is the most that weights took at one time.
+    """
+
+    model: Any
+    dtype: torch.dtype
+    device: torch.device
+    layers: dict[str, dict[str, tuple[Any, str, bool]]] = field(default_factory=dict)
+    tied: dict[str, str] = field(default_factory=dict)
+    peak_bytes: int = 0
+    _live_bytes: int = 0
+
+    @classmethod
+    def of_config(cls, config: dict[str, Any], dtype: torch.dtype, device: torch.device) -> StreamedModel:
+        """Build the model of a config.json.
+
+        Raises:
+            Unsupported: transformers does not know the model, or does not say what a buffer holds.
+        """
+        import torch
+
+        try:
+            model = meta_model({**config, "dtype": str(dtype).removeprefix("torch."), "use_cache": False})
+        except Exception as e:  # whatever transformers raises on a config that it does not know
+            what = f"model_type {config.get('model_type')!r}"
+            raise Unsupported(f"transformers cannot build {what} from config.json: {type(e).__name__}: {e}") from None
+        model.eval().requires_grad_(False)
+        tied = getattr(model, "all_tied_weights_keys", None)
+        out = cls(model, dtype, torch.device(device), tied=dict(tied) if isinstance(tied, dict) else {})
+        out._compute_buffers()
+        out._find_layers("", model, set())
+        return out
+
+    @property
+    def wanted(self) -> dict[str, tuple[int, ...]]:
+        """The parameters of the model, {name: shape}; without buffers, which can be computed."""
+        return {
+            n: tuple(module._parameters[k].shape)
+            for layer in self.layers.values()
+            for n, (module, k, buffer) in layer.items()
+            if not buffer
+        }
+
+    @property
+    def buffers(self) -> set[str]:
+        """The names of persistent buffers, which a checkpoint may have."""
+        return {n for layer in self.layers.values() for n, place in layer.items() if place[2]}
+
+    def name_in(self, side: ModelSide, name: str) -> str | None:
+        """Return the name under which a side has a weight: its own, or the one that it is tied to; None where it has
+        neither."""
+        tensors = side.opened.checkpoint.tensors
+        return next((n for n in (name, self.tied.get(name)) if n is not None and f"model.{n}" in tensors), None)
+
+    def find_misfit(self, side: ModelSide) -> tuple[list[str], list[str], list[str]]:
+        """Return (weights of the model that a side lacks, weights of the side that the model lacks, texts on those of
+        another shape)."""
+        wanted, ignored = self.wanted, getattr(self.model, "_keys_to_ignore_on_load_unexpected", None) or ()
+        missing = [n for n in wanted if self.name_in(side, n) is None]
+        known = {*wanted, *self.buffers, *self.tied}
+        unexpected = [
+            n
+            for n in side.tensors
+            if n not in known and not _NOT_WANTED.search(n) and not any(re.search(p, n) for p in ignored)
+        ]
+        shapes = [
+            f'"{n}" is {list(t.shape)}, the model has {list(wanted[n])}'
+            for n, t in side.tensors.items()
+            if n in wanted and t.shape != wanted[n]
+        ]
+        return missing, unexpected, shapes
+
+    def run(self, side: ModelSide, inputs: ModelInputs, sink: Sink) -> torch.Tensor:
+        """Compute the model on a batch, and return its logits, on the CPU; or its last hidden states, where it has no
+        output layer.
+
+        Raises:
+            Unsupported: the model uses a weight outside the layer that it belongs to, or needs other inputs.
+            CkpttoolError: a weight cannot be read.
+        """
+        import torch
+
+        with torch.inference_mode(), self._reading_from(side, sink):
+            given = {k: v.to(self.device) for k, v in inputs.tensors.items()}
+            try:
+                out = self.model(**given)
+            except (
+                TypeError,
+                ValueError,
+                RuntimeError,
+                NotImplementedError,
+                AttributeError,
+                KeyError,
+                IndexError,
+            ) as e:
+                raise Unsupported(
+                    f"{type(self.model).__name__} cannot be run layer by layer on {', '.join(given)}: "
+                    f"{type(e).__name__}: {str(e).splitlines()[0] if str(e) else ''}"
+                ) from e
+        logits = getattr(out, "logits", None)
+        found: torch.Tensor = (out[0] if logits is None else logits).float().cpu()
+        return found
+
+    @contextmanager
+    def _reading_from(self, side: ModelSide, sink: Sink) -> Iterator[None]:
+        """While the block runs, read the weights of a layer from a side when it is computed, and give `sink` what it
+        returns."""
+        calls: dict[str, int] = {}
+        handles = []
+
+        def before(name: str) -> Any:
+            return lambda module, arguments: self._materialise(side, name)
+
+        def after(name: str, is_layer: bool) -> Any:
+            def hook(module: Any, arguments: Any, output: Any) -> None:
+                self._let_go(name)
+                if is_layer:
+                    calls[name] = calls.get(name, 0) + 1
+                    sink(name if calls[name] == 1 else f"{name}#{calls[name]}", list_tensors(output))
+
+            return hook
+
+        for name in self.layers:
+            module = self.model.get_submodule(name)
+            is_layer = not _holds_layers(module) or _is_item(self.model, name)
+            handles += [
+                module.register_forward_pre_hook(before(name)),
+                module.register_forward_hook(after(name, is_layer)),
+            ]
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+            for name in self.layers:
+                self._let_go(name)
+
+    def _materialise(self, side: ModelSide, layer: str) -> None:
+        """Read the weights of a layer into its parameters."""
+        import torch
+
+        for name, (module, key, buffer) in self.layers[layer].items():
+            stored = self.name_in(side, name)
+            if stored is None and buffer:
+                continue  # as it was computed
+            assert stored is not None  # `find_misfit` was asked
+            value = side.read(stored)
+            # a copy, so that equal weights lie equally in memory and kernels take equal paths
+            value = value.to(self.device, self.dtype if value.is_floating_point() else value.dtype, copy=True)
+            self._live_bytes += value.nbytes
+            self.peak_bytes = max(self.peak_bytes, self._live_bytes)
+            if buffer:
+                module._buffers[key] = value
+            else:
+                module._parameters[key] = torch.nn.Parameter(value, requires_grad=False)
+
+    def _let_go(self, layer: str) -> None:
+        """Put the parameters of a layer back on the meta device."""
+        import torch
+
+        for module, key, buffer in self.layers[layer].values():
+            value = module._parameters.get(key)
+            if not buffer and value.device.type != "meta":
+                self._live_bytes -= value.nbytes
+                module._parameters[key] = torch.nn.Parameter(value.to("meta"), requires_grad=False)
+
+    def _compute_buffers(self) -> None:
+        """Give every buffer its numbers, by transformers' own initialisation of modules.
+
+        Raises:
+            Unsupported: one stays without.
+        """
+        import torch
+
+        for module in self.model.modules():
+            module._is_hf_initialized = False
+            for key, value in module._buffers.items():
+                if value is not None:
+                    module._buffers[key] = torch.full_like(value, _unset(value), device=self.device)
+        self.model.initialize_weights()
+        for name, value in self.model.named_buffers():
+            unset = value.isnan() if value.is_floating_point() else value == _unset(value)
+            if value.dtype != torch.bool and value.numel() and bool(unset.all()) and not self._is_persistent(name):
+                raise Unsupported(f'transformers does not say how {type(self.model).__name__} computes "{name}".')
+
+    def _is_persistent(self, name: str) -> bool:
+        """Tell whether a buffer is in the state dict."""
+        parent, _, key = name.rpartition(".")
+        return key not in self.model.get_submodule(parent)._non_persistent_buffers_set
+
+    def _find_layers(self, name: str, module: Any, seen: set[int]) -> None:
+        """Find the layers of a module, in `layers`; a module that holds some has its own parameters beside them."""
+        import torch
+
+        if id(module) in seen:
+            return
+        seen.add(id(module))
+        below = f"{name}." if name else ""
+        if isinstance(module, torch.nn.ModuleList):
+            for key, child in module.named_children():
+                self.layers[below + key] = dict(self._list_places(below + key, child, deep=True))
+        elif _holds_layers(module):
+            self.layers[name] = dict(self._list_places(name, module, deep=False))
+            for key, child in module.named_children():
+                self._find_layers(below + key, child, seen)
+        elif any(True for _ in (*module.parameters(), *module.buffers())):
+            self.layers[name] = dict(self._list_places(name, module, deep=True))
+
+    def _list_places(self, name: str, module: Any, deep: bool) -> Iterator[tuple[str, tuple[Any, str, bool]]]:
+        """Yield (name, where it is) of the parameters and persistent buffers of a module; with `deep`, of those inside
+        it, too."""
+        for path, inner in module.named_modules(prefix=name) if deep else ((name, module),):
+            below = f"{path}." if path else ""
+            for key, value in inner._parameters.items():
+                if value is not None:
+                    yield below + key, (inner, key, False)
+            for key, value in inner._buffers.items():
+                if value is not None and key not in inner._non_persistent_buffers_set:
+                    yield below + key, (inner, key, True)
+
+
+def list_tensors(output: Any) -> list[torch.Tensor]:
+    """List the floating-point tensors in what a module returned: a tensor, or a nest of tuples and dicts."""
+    import torch
+
+    if isinstance(output, torch.Tensor):
+        return [output] if output.is_floating_point() else []
+    inside = output.values() if isinstance(output, dict) else output if isinstance(output, (tuple, list)) else ()
+    return [t for x in inside for t in list_tensors(x)]
+
+
+def _holds_layers(module: Any) -> bool:
+    """Tell whether a module has a ModuleList somewhere below it."""
+    import torch
+
+    return any(isinstance(m, torch.nn.ModuleList) for m in module.modules())
+
+
+def _is_item(model: Any, name: str) -> bool:
+    """Tell whether the module of this name is a child of a ModuleList."""
+    import torch
+
+    return isinstance(model.get_submodule(name.rpartition(".")[0]), torch.nn.ModuleList)
+
+
+def _unset(value: torch.Tensor) -> float | int | bool:
+    """Return the number that stands for "not computed" in a buffer of this dtype."""
+    import torch
+
+    if value.is_floating_point():
+        return float("nan")
+    return False if value.dtype == torch.bool else torch.iinfo(value.dtype).min
