@@ -35,6 +35,8 @@ if TYPE_CHECKING:
     from .engine.doctor.examine import Diagnosis, doctor
     from .engine.handle import TensorHandle
     from .engine.inspect import Summary, inspect
+    from .engine.logits.compare import compare
+    from .engine.logits.compare_logits import LogitComparison
     from .engine.opening import OpenCheckpoint, open
     from .engine.planning import Plan, plan
     from .engine.verification import DigestResult, VerifyResult, digest, verify
@@ -63,6 +65,7 @@ _WHERE = {
     "Fsdp1Options": "converters.options",
     "HfOptions": "converters.options",
     "Loaded": "live.load",
+    "LogitComparison": "engine.logits.compare_logits",
     "OpenCheckpoint": "engine.opening",
     "Plan": "engine.planning",
     "Pulled": "hub.pull",
@@ -78,6 +81,7 @@ _WHERE = {
     "adapter_merge": "engine.adapter",
     "average": "engine.average",
     "clean": "storage.partial",
+    "compare": "engine.logits.compare",
     "convert": "engine.conversion",
     "describe_fsdp1": "live.fsdp1",
     "diff": "engine.diff",
@@ -110,6 +114,7 @@ __all__ = [
     "Fsdp1Options",
     "HfOptions",
     "Loaded",
+    "LogitComparison",
     "OpenCheckpoint",
     "Plan",
     "Pulled",
@@ -126,6 +131,7 @@ __all__ = [
     "adapter_merge",
     "average",
     "clean",
+    "compare",
     "convert",
     "describe_fsdp1",
     "diff",

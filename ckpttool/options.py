@@ -396,6 +396,11 @@ class RunOptions:
         "cores, at most 8, from 4 GB on.",
         metavar="N|dask:ADDRESS|ray:auto|mpi|MODULE:FACTORY",
     )
+    prove_logits: bool = option(
+        False,
+        "Before the result is committed, run it and the source on the same tokens, and fail unless they compute the "
+        "same; needs transformers and config.json.",
+    )
     progress: Progress = silent
 
 
@@ -491,6 +496,7 @@ class ConvertKeywords(PlanKeywords, _Running, total=False):
     """Keywords of `convert`."""
 
     workers: WorkersSpec
+    prove_logits: bool
 
 
 class ExtractKeywords(_Copying, _Running, ReadKeywords, total=False):
@@ -501,6 +507,7 @@ class MergeKeywords(_ToLayout, _Running, ReadKeywords, total=False):
     """Keywords of `adapter_merge` that `convert` has, too."""
 
     only: Iterable[str] | None
+    prove_logits: bool
 
 
 class AverageKeywords(_ToLayout, _Running, ReadKeywords, total=False):

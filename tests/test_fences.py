@@ -41,6 +41,7 @@ OUTSIDE: dict[str, set[str]] = {
     "cli.audit.verify_command": {"typer"},
     "cli.average": {"typer"},
     "cli.clean": {"typer"},
+    "cli.compare": {"typer"},
     "cli.convert": {"typer"},
     "cli.diff": {"typer"},
     "cli.digest": {"typer"},

@@ -42,6 +42,7 @@ _COMMANDS: dict[str, type[Command] | None] = {
     "convert": LayoutCommand,
     "inspect": Command,
     "diff": Command,
+    "compare": Command,
     "verify": Command,
     "doctor": Command,
     "resume-verify": Command,

@@ -29,6 +29,7 @@ _ONLY_OF_CONVERT = (
     "verify",
     "max_memory_bytes",
     "workers",
+    "prove_logits",
 )
 
 

@@ -20,8 +20,9 @@ def print_notes(notes: list[str], quiet: bool) -> None:
 
 
 def describe_read_back(done: ConvertResult) -> str:
-    """Return a text that says whether a result was read back, for the end of a line."""
-    return ", read back and equal" if done.verified else ", not read back"
+    """Return a text that says whether a result was read back, and proven to compute the same, for the end of a line."""
+    proven = "" if done.proof is None else f", logits differ from the source's by {done.proof['largest']:.3g}"
+    return (", read back and equal" if done.verified else ", not read back") + proven
 
 
 def print_result(done: ConvertResult, source: str, meter: Meter, quiet: bool, more: str = "") -> None:

@@ -25,6 +25,7 @@ from .copy.fill import fill, lost_notes
 from .copy.tensor_digests import reporting
 from .destination import normalise_destination, open_destination, recover_old, refuse_destination, refuse_source
 from .discover.unread_files import human
+from .logits.proof import LogitProof
 from .opening import CheckpointPath
 from .planning import Plan, plan_conversion, plan_id, read_map
 from .recorded import RECORD, encode_record, make_record
@@ -66,6 +67,7 @@ class ConvertResult(Shown):
     compared: int = 0  # tensors whose digest was expected, and is that
     not_read: list[dict[str, Any]] = field(default_factory=list)  # files of the source, as `Unread.to_json` has them
     workers: dict[str, Any] | None = None  # of a run with several workers: coordinator.fill_with_workers
+    proof: dict[str, Any] | None = None  # that it computes the same: `LogitComparison.summarise`; None where not asked
 
     def to_json(self) -> dict[str, Any]:
         """Convert to plain data; what was dropped is {"name", "bytes", "why"}, as in a dry run, and what was changed
@@ -150,6 +152,8 @@ def convert(src: CheckpointPath, dst: str | os.PathLike[str], **keywords: Unpack
             "dask:ADDRESS", "ray:ADDRESS", "mpi", "package.module:factory", or a `concurrent.futures.Executor`. Where
             None, as many processes as the machine and the bytes deserve: one for less than 4 GB or on fewer than 4
             cores.
+        prove_logits: run source and result on the same tokens, layer by layer, as `compare` does, and commit the result
+            only if they compute the same. In a store it is committed before.
         progress: called with (what is done, bytes done, bytes in all).
 
     Raises:
@@ -180,6 +184,9 @@ def run_conversion(
     try:
         with reporting(running.progress), plan_conversion(src, dst, reading, writing) as planned:
             opened, draft, target = planned.opened, planned.draft, planned.target
+            proof = LogitProof(src, reading, writing) if running.prove_logits else None
+            if proof is not None:
+                proof.check()
             if running.force:
                 target.check_replaceable(dst)
             budget = choose_io_budget(running.max_memory_bytes, running.threads, opened.source)
@@ -189,8 +196,8 @@ def run_conversion(
             destination = open_destination(dst, target.is_file, draft, asked, running.force)
             with _fail_destination_on_error(destination):
                 job = describe_job(src, dst, reading, writing, asked) if opened.source.has_versions() else None
-                filled = _fill_destination(planned, job, destination, writing, running, budget, reading.config)
-                _commit_destination(planned, filled, dst, destination, running, budget, reading.config)
+                filled = _fill_destination(planned, job, destination, writing, running, budget, reading.config, proof)
+                filled = _commit_destination(planned, filled, dst, destination, running, budget, reading.config, proof)
             return _make_result(planned, filled, where, running, [*put_back, *destination.messages])
     except KeyboardInterrupt:
         e = Interrupted(f"interrupted. {get_change() or f'{where} is untouched, and nothing of it was written yet.'}")
@@ -233,6 +240,7 @@ class _Filled:
     done_before: int  # tensors that an interrupted run had written
     filled_before: int  # parts that workers of an interrupted run had filled
     readable: bool  # whether it could be read before the commit
+    proof: dict[str, Any] | None  # that it computes what the source does
 
     @property
     def continued(self) -> bool:
@@ -248,12 +256,14 @@ def _fill_destination(
     running: RunOptions,
     budget: IOBudget,
     config: str | None,
+    proof: LogitProof | None,
 ) -> _Filled:
     """Write every byte of a draft and the record beside it; read it back where it can be read before the commit.
 
     Args:
         job: the conversion as workers are told it (`describe_job`); None where one process has to do it.
         config: folder or id of a Hugging Face model, for reading back; None where none was given.
+        proof: proves that it computes the same; None where nobody asked.
 
     Raises:
         CkpttoolError: the source is damaged or was changed, or the result differs from the draft.
@@ -272,7 +282,10 @@ def _fill_destination(
         wanted, digests = check_copied(opened, draft, digests, writing, progress, budget)
         if ckpt.quantized is not None and isinstance(source, QuantizedSource):
             draft.summary["quantized"] = source.compute_errors(ckpt.quantized)
-        written = make_record(planned, wanted, digests)
+        written, path = make_record(planned, wanted, digests), destination.readable_path
+        proven = None if proof is None or path is None else proof.prove(path, target, progress)
+        if proven is not None:
+            written["proof"] = proven
         if not target.is_file:
             destination.write_file(RECORD, encode_record(written))
         filled = _Filled(
@@ -282,11 +295,12 @@ def _fill_destination(
             facts,
             destination.earlier.done,
             facts["filled_before"] if facts else 0,
-            destination.readable_path is not None,
+            path is not None,
+            proven,
         )
         # what an interrupted run has written, this one has not seen
-        if destination.readable_path is not None and (running.verify or filled.continued):
-            read_back(destination.readable_path, target, draft, digests, config, progress, budget, workers)
+        if path is not None and (running.verify or filled.continued):
+            read_back(path, target, draft, digests, config, progress, budget, workers)
     return filled
 
 
@@ -298,12 +312,14 @@ def _commit_destination(
     running: RunOptions,
     budget: IOBudget,
     config: str | None,
-) -> None:
-    """Make a destination visible, and read it back if it could not be read before.
+    proof: LogitProof | None,
+) -> _Filled:
+    """Make a destination visible, and read it back, and prove it, if it could not be read before.
 
     Args:
         dst: its path or URL.
         config: folder or id of a Hugging Face model, for reading back; None where none was given.
+        proof: proves that it computes the same; None where nobody asked.
 
     Raises:
         SourceChanged: the source was written to meanwhile.
@@ -316,6 +332,9 @@ def _commit_destination(
     if not filled.readable and running.verify:  # an object can be read when it is there, and not before
         with workers_for_reading(running.workers, dst, planned.draft.nbytes) as workers:
             read_back(dst, planned.target, planned.draft, filled.digests, config, running.progress, budget, workers)
+    if proof is not None and filled.proof is None:
+        filled = replace(filled, proof=proof.prove(dst, planned.target, running.progress))
+    return filled
 
 
 def _make_result(planned: Plan, filled: _Filled, where: str, running: RunOptions, messages: list[str]) -> ConvertResult:
@@ -356,6 +375,7 @@ def _make_result(planned: Plan, filled: _Filled, where: str, running: RunOptions
         compared=len(filled.wanted.keys() & ckpt.recorded.keys()),
         not_read=[r.to_json() for r in ckpt.unread],
         workers=filled.facts,
+        proof=filled.proof,
     )
 
 

@@ -194,9 +194,8 @@ def open_model(src: CheckpointPath, reading: OpenOptions, writing: WriteRequest)
         options = layouts.WriteOptions(config=model.config, own=writing.options)
         ckpt = hub.prepare(replace(found, tensors=dict(found.tensors)), opened.source, options)
         config = ckpt.config or model_files.find_model_files(opened.source, model.config, [])[0]
-        assert hub.locate is not None
-        weights = replace(ckpt, config=config, files=ckpt.files, tensors=dict(ckpt.tensors))
-        return replace(opened, checkpoint=hub.locate(weights, opened.source), located=True)
+        named = hub.name_in_memory(replace(ckpt, config=config, tensors=dict(ckpt.tensors)))
+        return replace(opened, checkpoint=named, located=True)
     except BaseException:
         opened.close()
         raise

@@ -30,6 +30,7 @@ _OF_WHOLE_STATES = (
     "quantize",
     "map",
     "workers",
+    "prove_logits",
 )
 
 

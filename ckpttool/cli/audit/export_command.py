@@ -43,6 +43,7 @@ _NOT_OF_ARCHIVES = (
     "quantize",
     "map",
     "workers",
+    "prove_logits",
     "force",
     "verify",
     "threads",

@@ -35,6 +35,7 @@ _NOT_OF_ARCHIVES = (
     "ignore_recorded_digests",
     "threads",
     "workers",
+    "prove_logits",
 )
 
 

@@ -148,7 +148,11 @@ def _describe_values(name: str, x: Array, y: Array) -> str:
         return "holds equal values in another dtype"
     if found.way in VAGUE and (scaled := _find_scaled_parts(x, y)):
         return scaled
-    text = found.text.replace("the reference's", "A's").replace("the reference", "A")
+    text = (
+        found.text.replace("the reference transposed", "A's values transposed")
+        .replace("the reference's", "A's")
+        .replace("the reference", "A")
+    )
     return text + _name_parts(name, found.detail.get("ranges"), max(x.shape, default=0), x.shape)
 
 

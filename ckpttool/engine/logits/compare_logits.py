@@ -102,9 +102,20 @@ class LogitComparison(Shown):
         """Tell whether the two differ."""
         return not self.equal
 
+    @property
+    def word(self) -> str:
+        """The verdict in a word."""
+        return "equal" if self.equal else "different"
+
     def to_json(self) -> dict[str, Any]:
-        """Convert to plain data."""
-        return asdict(self)
+        """Convert to plain data; numbers that are infinite or NaN become text."""
+        plain: dict[str, Any] = _without_infinities(asdict(self))
+        return plain
+
+    def summarise(self) -> dict[str, Any]:
+        """Return the verdict and the numbers as plain data, without the layers and the weights."""
+        plain = self.to_json()
+        return dict(list(plain.items())[: list(plain).index("bound") + 1])
 
     def lines(self) -> Iterator[str]:
         """Yield the verdict, the numbers, and what explains them."""
@@ -132,8 +143,17 @@ class LogitComparison(Shown):
         if self.weights_differ:
             first = list_first(self.weights_differ)
             yield f"other values: {len(self.weights_differ):,} of {self.weights:,} weights, {first}"
-        word = "equal" if self.equal else "different"
-        yield f"{word}: {self.model} on {count_noun(self.prompts, 'prompt')}, computed in {self.dtype} on {self.device}"
+        on = count_noun(self.prompts, "prompt")
+        yield f"{self.word}: {self.model} on {on}, computed in {self.dtype} on {self.device}"
+
+
+def _without_infinities(data: Any) -> Any:
+    """Return plain data with text in the place of numbers that JSON does not have."""
+    if isinstance(data, dict):
+        return {k: _without_infinities(v) for k, v in data.items()}
+    if isinstance(data, (list, tuple)):
+        return [_without_infinities(v) for v in data]
+    return str(data) if isinstance(data, float) and not math.isfinite(data) else data
 
 
 def compare_sides(

@@ -143,7 +143,7 @@ def _make_pixels(
     if "image_grid_thw" in takes:  # patches of several images in one row, with the grid of each
         merge, patch = own.spatial_merge_size, own.patch_size
         grid = [1, 2 * merge, 2 * merge]
-        channels = int(getattr(own, "in_channels", None) or getattr(own, "in_chans", 3))
+        channels: Any = getattr(own, "in_channels", None) or getattr(own, "in_chans", 3)
         numbers = channels * getattr(own, "temporal_patch_size", 1) * patch * patch
         pixels = torch.from_numpy(random.standard_normal((grid[1] * grid[2], numbers)).astype("f4"))
         return {"pixel_values": pixels, "image_grid_thw": torch.tensor([grid])}, [token] * (

@@ -70,13 +70,20 @@ def has_own_config(path: CheckpointPath) -> bool:
         return where.file is None and "config.json" in where.source.list()
 
 
-def open_side(label: str, path: CheckpointPath, reading: OpenOptions, writing: WriteRequest) -> ModelSide:
+def open_side(
+    label: str,
+    path: CheckpointPath,
+    reading: OpenOptions,
+    writing: WriteRequest,
+    config: dict[str, Any] | None = None,
+) -> ModelSide:
     """Open a checkpoint in any layout as the weights of a model.
 
     Args:
         label: "A" or "B".
         reading: how it is read; hints that its layout does not use are left out.
         writing: its name map, and the patterns of what is dequantised.
+        config: config.json for one that has none; None where there must be one.
 
     Raises:
         Unsupported: it holds no weights, or codes whose numbers are not known.
@@ -90,19 +97,22 @@ def open_side(label: str, path: CheckpointPath, reading: OpenOptions, writing: W
             opened.close()
             opened = open_model(path, options, replace(writing, dequantize=("*",)))
         _refuse_codes(label, opened)
-        return ModelSide(label, opened, _find_config(opened, reading.config, path))
+        return ModelSide(label, opened, _find_config(opened, reading.config, path, config))
     except BaseException:
         opened.close()
         raise
 
 
-def _find_config(opened: OpenCheckpoint, given: str | None, path: CheckpointPath) -> dict[str, Any]:
-    """Find the config.json of a checkpoint's model: the one that was given, or its own, or one beside it.
+def _find_config(
+    opened: OpenCheckpoint, given: str | None, path: CheckpointPath, otherwise: dict[str, Any] | None
+) -> dict[str, Any]:
+    """Find the config.json of a checkpoint's model: the one that was `given`, or its own, or one beside it, or
+    `otherwise`.
 
     Raises:
         UsageError: there is none.
     """
-    found = opened.checkpoint.config or model_files.find_model_files(opened.source, given, [])[0]
+    found = opened.checkpoint.config or model_files.find_model_files(opened.source, given, [])[0] or otherwise
     if found is None or not isinstance(found.get("model_type"), str):
         raise UsageError(
             f"{show_path(path)} has no config.json, which says what its model computes. Give {argument('config')} the "
@@ -127,6 +137,6 @@ def _refuse_codes(label: str, opened: OpenCheckpoint) -> None:
     """
     if (first := _find_codes(opened)) is not None:
         raise Unsupported(
-            f'{label}: "{first}" holds codes, and ckpttool does not know which numbers they stand for. Dequantise it with '
-            "the program that quantised it."
+            f'{label}: "{first}" holds codes, and ckpttool does not know which numbers they stand for. Dequantise it '
+            "with the program that quantised it."
         )

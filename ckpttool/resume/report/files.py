@@ -20,7 +20,7 @@ from .html_page import render_html
 from .junit import render_junit
 from .prometheus import render_metrics
 
-__all__ = ["write_reports"]
+__all__ = ["write_reports", "write_whole"]
 
 
 def write_reports(
@@ -47,11 +47,11 @@ def write_reports(
     if folder is not None:
         text = json.dumps(report.to_json(), indent=1, allow_nan=False, default=str)
         out += [
-            _write_whole(Path(folder) / "report.json", text + "\n"),
-            _write_whole(Path(folder) / "report.html", render_html(report)),
+            write_whole(Path(folder) / "report.json", text + "\n"),
+            write_whole(Path(folder) / "report.html", render_html(report)),
         ]
     if junit_file is not None:
-        out.append(_write_whole(Path(junit_file), render_junit(report)))
+        out.append(write_whole(Path(junit_file), render_junit(report)))
     if metrics_file is not None:
         path = Path(metrics_file)
         try:
@@ -59,11 +59,11 @@ def write_reports(
         except (OSError, ValueError):
             previous = None
         training = path.name.removesuffix(".prom")
-        out.append(_write_whole(path, render_metrics(report, training=training, previous=previous), make=False))
+        out.append(write_whole(path, render_metrics(report, training=training, previous=previous), make=False))
     return out
 
 
-def _write_whole(path: Path, text: str, make: bool = True) -> Path:
+def write_whole(path: Path, text: str, make: bool = True) -> Path:
     """Write a file beside its place and rename it; return its path. `make` tells whether to make its folder if that is
     missing.
 

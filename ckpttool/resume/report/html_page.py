@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from jinja2 import Environment
     from markupsafe import Markup
 
-__all__ = ["render_html"]
+__all__ = ["render_html", "render_page"]
 
 #: What a page shows at most; report.json has everything.
 _STEPS, _TABLE, _CHECKS, _RANKS, _TENSORS, _NAMES = 400, 200, 2000, 64, 10, 100
@@ -62,35 +62,35 @@ _MARKS = {"pass": "M4 10.5l4 4 8-9", "fail": "M5 5l10 10M15 5L5 15", "aside": "M
 def render_html(report: Report) -> str:
     """Return the report as one HTML file that refers to no other."""
     every = compared_rows(report)
-    return (
-        _environment()
-        .get_template("report.html.j2")
-        .render(
-            policy=_POLICY,
-            style=_include_file("report.css"),
-            script=_include_file("report.js"),
-            newline=_as_markup("\n"),
-            title=f"{report.word}: {escape_unprintable(report.candidate.source, 80)} at step {report.candidate.start}",
-            report=report,
-            kind=_KINDS[report.word],
-            kinds=_KINDS,
-            marks=_MARKS,
-            sentence=verdict_sentence(report),
-            facts=list_facts(report),
-            tiles=_tiles(report, every),
-            most_names=_NAMES,
-            most_unseen=_UNSEEN,
-            tall=_TALL,
-            **_curves_context(report, every),
-            **_checks_context(report),
-            **_worst_context(every),
-            **_steps_context(every),
-            memory=_memory_context(report),
-            notes=_list_notes(report),
-            groups=_closing_tables(report),
-        )
-        + "\n"
+    return render_page(
+        "report.html.j2",
+        script=_include_file("report.js"),
+        newline=_as_markup("\n"),
+        title=f"{report.word}: {escape_unprintable(report.candidate.source, 80)} at step {report.candidate.start}",
+        report=report,
+        kind=_KINDS[report.word],
+        kinds=_KINDS,
+        sentence=verdict_sentence(report),
+        facts=list_facts(report),
+        tiles=_tiles(report, every),
+        most_names=_NAMES,
+        most_unseen=_UNSEEN,
+        tall=_TALL,
+        **_curves_context(report, every),
+        **_checks_context(report),
+        **_worst_context(every),
+        **_steps_context(every),
+        memory=_memory_context(report),
+        notes=_list_notes(report),
+        groups=_closing_tables(report),
     )
+
+
+def render_page(template: str, **context: Any) -> str:
+    """Return a page made of a template, with the style of all reports, as one HTML file that refers to no other;
+    `context` are the names that the template uses."""
+    page = _environment().get_template(template)
+    return page.render(policy=_POLICY, style=_include_file("report.css"), marks=_MARKS, **context) + "\n"
 
 
 # ----------------------------------------------------------------------------------------------------------------

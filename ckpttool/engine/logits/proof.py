@@ -1,0 +1,94 @@
+"""convert --prove-logits: that the result of a conversion computes what its source computes.
+
+The source is opened once more, as the conversion read it, and rounded where the conversion rounds; the result as any
+reader would. Equal weights give equal bits, so a conversion that moves bytes is proven with a difference of 0.
+"""
+
+from __future__ import annotations
+
+from contextlib import closing
+from dataclasses import dataclass
+from typing import Any
+
+from ...errors import Differs, Unsupported
+from ...extras import require_packages
+from ...layouts import Layout
+from ...options import HUB_LAYOUT, CompareRequest, OpenOptions, Progress, WriteRequest
+from ...storage import urls
+from ..opening import CheckpointPath
+from .compare_logits import LogitComparison, compare_sides
+from .sides import ModelSide, has_own_config, open_side
+from .streaming import StreamedModel
+
+__all__ = ["LogitProof"]
+
+
+@dataclass(frozen=True)
+class LogitProof:
+    """How the source of a conversion is read again, and what is asked of the result."""
+
+    src: CheckpointPath
+    reading: OpenOptions
+    writing: WriteRequest
+
+    def check(self) -> None:
+        """Refuse, before anything is copied, what could not be proven at the end.
+
+        Raises:
+            MissingPackage: torch or transformers is not installed.
+            UsageError: there is no config.json. Unsupported: the weights are not those of its model.
+        """
+        require_packages("proving that the result computes the same", "torch", "transformers")
+        import torch
+
+        side = self._open_source()
+        with closing(side.opened):
+            model = StreamedModel.of_config(side.config, torch.float32, torch.device("cpu"))
+            missing, unexpected, shapes = model.find_misfit(side)
+            if missing or unexpected or shapes:
+                first = [
+                    *shapes,
+                    *(f'"{n}" is missing' for n in missing),
+                    *(f'"{n}" is not its own' for n in unexpected),
+                ][0]
+                name = type(model.model).__name__
+                raise Unsupported(f"the weights are not those of the {name} of config.json: {first}.")
+
+    def prove(self, path: str, target: Layout, progress: Progress) -> dict[str, Any]:
+        """Compare the source with the result at `path`, and return what ckpttool.json and --json say of it.
+
+        Raises:
+            Differs: they compute something else; with the first layer that does, and what explains it.
+            CkpttoolError: one of the two cannot be read.
+        """
+        a = self._open_source()
+        with closing(a.opened):
+            options = OpenOptions(
+                source_layout=target.name,
+                config=None if has_own_config(path) else self.reading.config,
+                allow_equal_ranks=True,
+                allow_mixed_steps=True,
+            )
+            b = open_side("B", path, options, WriteRequest(to=HUB_LAYOUT), a.config)
+            with closing(b.opened):
+                a.config, a.rounded_to = b.config, b
+                found = compare_sides(a, b, CompareRequest(), progress)
+        if not found.equal:
+            raise Differs(_explain(found, path))
+        return found.summarise()
+
+    def _open_source(self) -> ModelSide:
+        """Open the source as the conversion reads it."""
+        return open_side("A", self.src, self.reading, self.writing)
+
+
+def _explain(found: LogitComparison, path: str) -> str:
+    """Return the message of a conversion whose result computes something else."""
+    numbers, left = "", f"Remove {urls.redact_url(path)}." if urls.is_url(path) else "Nothing was left there."
+    if found.largest is not None and found.bound is not None:
+        numbers = f"logits differ by {found.largest:.3g}, by rounding at most {found.bound:.3g}; "
+    causes = "; ".join(f"{c.name} {c.how}" for c in found.causes[:4]) or "no weight of it differs"
+    return (
+        f"the result does not compute what the source computes: {numbers}the first layer that differs is "
+        f"{found.first_layer}: {causes}. In this comparison, A is the source and B the result. {left}"
+    )

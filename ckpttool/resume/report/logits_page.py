@@ -1,0 +1,40 @@
+"""The report of `compare`: report.json and report.html, with a row for each layer."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from ...engine.logits.compare_logits import LogitComparison
+from ...printable import printable_json
+from .files import write_whole
+from .html_page import render_page
+
+__all__ = ["write_comparison"]
+
+
+def write_comparison(found: LogitComparison, a: str, b: str, folder: str | os.PathLike[str]) -> None:
+    """Write report.json and report.html of a comparison into a folder, which is made if it is missing.
+
+    Args:
+        a, b: the two checkpoints, for people.
+
+    Raises:
+        UsageError: a file cannot be written there. NoSpace: the disk is full.
+    """
+    page = render_page(
+        "logits.html.j2",
+        title=f"{found.word}: {Path(a).name} and {Path(b).name}",
+        found=found,
+        a=a,
+        b=b,
+        kind="pass" if found.equal else "fail",
+        tiles=[
+            ("KL divergence, mean", found.kl_mean),
+            ("KL divergence, worst position", found.kl_max),
+            ("largest logit difference", found.largest),
+            ("bound", found.bound),
+        ],
+    )
+    write_whole(Path(folder) / "report.json", printable_json(found.to_json(), default=str) + "\n")
+    write_whole(Path(folder) / "report.html", page)
