@@ -149,7 +149,7 @@ def _describe_values(name: str, x: Array, y: Array) -> str:
     if found.way in VAGUE and (scaled := _find_scaled_parts(x, y)):
         return scaled
     text = (
-        found.text.replace("the reference transposed", "A's values transposed")
+        found.text.replace("holds the reference ", "holds A's values ")
         .replace("the reference's", "A's")
         .replace("the reference", "A")
     )

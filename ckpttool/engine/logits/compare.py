@@ -71,7 +71,7 @@ def compare(
         sides: list[ModelSide] = []
         for label, path, config, adapter in (("A", a, config_a, adapter_a), ("B", b, config_b, adapter_b)):
             given = config or (None if has_own_config(path) else reading.config)
-            merge = None if adapter is None else MergeRequest(adapter=adapter, config=str(adapter))
+            merge = None if adapter is None else MergeRequest(adapter=adapter)
             options = OpenOptions(**{**vars(drop_other_layout(path, reading)), "config": given, "merge": merge})
             sides.append(open_side(label, path, options, writing))
             stack.callback(sides[-1].opened.close)

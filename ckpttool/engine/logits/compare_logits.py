@@ -32,6 +32,8 @@ __all__ = ["LayerDifference", "LogitComparison", "LogitNoise", "compare_sides"]
 
 #: How many times more than the measured noise two equal models may differ.
 _MARGIN = 10
+#: Of so many weights of a side it is said that they are missing, or have another shape.
+_MOST_MISFITS = 8
 #: Rows of logits that are compared at one time.
 _ROWS = 64
 _DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16", "fp64": "float64"}
@@ -69,7 +71,8 @@ class LogitComparison(Shown):
     KL divergences are of B from A, in nats. `bound` is None where every logit is equal, so that nothing was measured.
     `causes` are what explains the first layer that differs; `layers` are in the order in which they are computed.
     `weights_differ` are all weights with other values, `unreached` those that no prompt made the model read, and
-    which were compared all the same.
+    which were compared all the same. `misfit_a` and `misfit_b` {weight: "is missing", ...} are what does not fit the
+    model; then nothing is computed.
     """
 
     equal: bool
@@ -91,10 +94,8 @@ class LogitComparison(Shown):
     weights: int = 0
     weights_differ: list[str] = field(default_factory=list)
     unreached: list[str] = field(default_factory=list)
-    missing_a: list[str] = field(default_factory=list)
-    missing_b: list[str] = field(default_factory=list)
-    unexpected_a: list[str] = field(default_factory=list)
-    unexpected_b: list[str] = field(default_factory=list)
+    misfit_a: dict[str, str] = field(default_factory=dict)
+    misfit_b: dict[str, str] = field(default_factory=dict)
     layer_bytes: int = 0
     notes: list[str] = field(default_factory=list)
 
@@ -140,6 +141,8 @@ class LogitComparison(Shown):
             yield f"first layer that differs: {self.first_layer}{by}"
         for cause in self.causes:
             yield f"  {cause.name} {cause.how}"
+        for key, (x, y) in () if self.causes else self.config.items():
+            yield f"config.json: {key}: {x!r} | {y!r}"
         if self.weights_differ:
             first = list_first(self.weights_differ)
             yield f"other values: {len(self.weights_differ):,} of {self.weights:,} weights, {first}"
@@ -180,7 +183,7 @@ def compare_sides(
     if not _check_weights(model_a, model_b, a, b, out):
         return out
     prompts = None if request.prompts is None else read_prompts(request.prompts, tokenizer)
-    inputs = make_inputs(model_a.model, a.config, prompts, request.seed)
+    inputs = make_inputs(model_a, a, prompts, request.seed)
     out.prompts, out.tokens = inputs.prompts, inputs.tokens
     _count_bytes((a, b), progress)
     with tempfile.TemporaryFile() as file:
@@ -195,7 +198,11 @@ def compare_sides(
         out.layers, out.tokens = rows, len(logits)
         _read_unreached(model_a, a, b, out)
         _measure_logits(logits, theirs, out)
+        _refuse_nan(logits, out)
         out.equal = out.largest == 0
+        if out.equal and out.weights_differ:
+            many = count_noun(len(out.weights_differ), "weight")
+            out.notes.append(f"no prompt shows that {many} hold other values: {list_first(out.weights_differ)}")
         if not out.equal or any(row.relative for row in rows):
             _measure_noise(model_a, a, inputs, recorded, logits, out)
             assert out.bound is not None and out.largest is not None and out.kl_max is not None
@@ -241,36 +248,36 @@ def _choose_dtype(asked: str) -> torch.dtype:
 def _check_weights(
     model_a: StreamedModel, model_b: StreamedModel, a: ModelSide, b: ModelSide, out: LogitComparison
 ) -> bool:
-    """Tell whether both sides have the weights of their models, all and no others; what one of them lacks or has
-    besides goes into `out`.
+    """Tell whether both sides have the weights of their models, all and no others; what is wrong goes into `out`.
 
     Raises:
-        Unsupported: both lack the same, or have other shapes, so that the config is of another model.
+        Unsupported: the same is wrong on both, so that the config is of another model.
     """
-    (out.missing_a, out.unexpected_a, shapes), (out.missing_b, out.unexpected_b, theirs) = (
-        model_a.find_misfit(a),
-        model_b.find_misfit(b),
-    )
-    common = [n for n in out.missing_a if n in set(out.missing_b)] or [
-        n for n in out.unexpected_a if n in set(out.unexpected_b)
-    ]
-    if common or shapes:
-        what = shapes[0] if shapes else f'{len(common)} of its weights do not fit both of them, first "{common[0]}"'
-        raise Unsupported(
-            f"config.json describes a {out.model}, and A is none: {what}. {argument('config')} names its config."
-        )
-    if theirs:
-        raise Unsupported(f"B is not a {out.model} of this config: {theirs[0]}.")
-    for side, missing, more in (("A", out.missing_a, out.unexpected_a), ("B", out.missing_b, out.unexpected_b)):
-        out.causes += [LayerCause(n, f"is missing in {side}") for n in missing[:8]]
-        out.causes += [LayerCause(n, f"is in {side}, and its model has no such weight") for n in more[:8]]
+    out.misfit_a, out.misfit_b = model_a.find_misfit(a), model_b.find_misfit(b)
+    if any(out.misfit_b.get(n) == how for n, how in out.misfit_a.items()):
+        model_a.refuse_misfit(a, out.misfit_a)
+    for side, misfit in ((a, out.misfit_a), (b, out.misfit_b)):
+        out.causes += [LayerCause(n, f"{how}, in {side.label}") for n, how in list(misfit.items())[:_MOST_MISFITS]]
     if not out.causes:
         return True
-    wrong = {*out.missing_a, *out.missing_b, *out.unexpected_a, *out.unexpected_b}
-    layers = {n: layer for layer, places in model_a.layers.items() for n in places}
-    out.first_layer = next((layer for n, layer in layers.items() if n in wrong), None)
+    wrong = out.misfit_a.keys() | out.misfit_b.keys()
+    out.first_layer = next((layer for layer, places in model_a.layers.items() if wrong & places.keys()), None)
     out.notes.append("nothing was computed: a model with weights that are missing would hold random numbers")
     return False
+
+
+def _refuse_nan(logits: torch.Tensor, out: LogitComparison) -> None:
+    """Refuse a reference whose logits are no numbers: nothing can be compared with it.
+
+    Raises:
+        Unsupported: with the first layer that gave none.
+    """
+    if bool(logits.isnan().any()):
+        raise Unsupported(
+            f"A's logits are NaN at {int(logits.isnan().any(-1).sum())} of {len(logits)} positions: its weights hold "
+            f"NaN or are too large for {out.dtype}, or {out.model} uses a weight outside the layer that it belongs to. "
+            "`ckpttool verify --read-data` counts the NaN in each weight."
+        )
 
 
 def _count_bytes(sides: tuple[ModelSide, ModelSide], progress: Progress) -> None:
@@ -372,9 +379,6 @@ def _read_unreached(model: StreamedModel, a: ModelSide, b: ModelSide, out: Logit
                 out.unreached += [name] if side is a else []
         if a.digests[str(stored[0])] != b.digests[str(stored[1])]:
             out.weights_differ.append(name)
-    lost = [n for n in out.unreached if n in set(out.weights_differ)]
-    if lost:
-        out.notes.append(f"no prompt reached {count_noun(len(lost), 'weight')} that differ: {list_first(lost)}")
 
 
 def _measure_noise(

@@ -17,6 +17,9 @@ from ...errors import Corrupt, Unsafe, Unsupported, UsageError, argument
 if TYPE_CHECKING:
     import torch
 
+    from .sides import ModelSide
+    from .streaming import StreamedModel
+
 __all__ = ["ModelInputs", "make_inputs", "read_prompts"]
 
 #: Tokens of each prompt that is made up.
@@ -25,6 +28,8 @@ _MOST_BYTES = 16 << 20
 #: Keys of a config that name an id of the vocabulary.
 _SPECIAL = ("bos_token_id", "eos_token_id", "pad_token_id", "decoder_start_token_id")
 _IMAGE = ("image_token_id", "image_token_index")
+#: Some models cut an image into tiles; up to so many are tried.
+_MOST_TILES = 8
 
 
 class ModelInputs(NamedTuple):
@@ -49,12 +54,14 @@ class ModelInputs(NamedTuple):
         return next((int(m.sum()) for m in masks if m is not None), 0)
 
 
-def make_inputs(model: Any, config: dict[str, Any], prompts: Sequence[Sequence[int]] | None, seed: int) -> ModelInputs:
+def make_inputs(
+    streamed: StreamedModel, side: ModelSide, prompts: Sequence[Sequence[int]] | None, seed: int
+) -> ModelInputs:
     """Make the inputs of a model.
 
     Args:
-        model: a model of transformers, on the meta device.
-        config: its config.json.
+        streamed: the model.
+        side: its weights, for how many tokens an image becomes.
         prompts: token ids; None to draw some.
         seed: of what is drawn.
 
@@ -64,6 +71,7 @@ def make_inputs(model: Any, config: dict[str, Any], prompts: Sequence[Sequence[i
     """
     import numpy as np
 
+    model, config = streamed.model, side.config
     takes = inspect.signature(model.forward).parameters
     if "input_ids" not in takes:
         raise Unsupported(
@@ -73,14 +81,14 @@ def make_inputs(model: Any, config: dict[str, Any], prompts: Sequence[Sequence[i
     random = np.random.default_rng(seed)
     text = {**config, **(config.get("text_config") or {})}
     size = _count_vocabulary(model)
-    images, image = _make_pixels(model, config, takes, random) if "pixel_values" in takes else ({}, [])
+    images, image = _make_pixels(streamed, side, takes, random) if "pixel_values" in takes else ({}, [])
     special = [text[k] for k in _SPECIAL if isinstance(text.get(k), int) and 0 <= text[k] < size]
     most = text.get("max_position_embeddings", text.get("n_positions"))
     most = most if isinstance(most, int) else 1 << 20
     reserved = {v for k, v in text.items() if k.endswith(("_token_id", "_token_index")) and isinstance(v, int)}
     if prompts is None:
         prompts = [_draw_prompt(random, min(n, most), size, special, reserved) for n in _LENGTHS]
-    if bad := next((i for row in prompts for i in row if not 0 <= i < size), None) is not None:
+    if (bad := next((i for row in prompts for i in row if not 0 <= i < size), None)) is not None:
         raise UsageError(f"{argument('prompts')}: token {bad} is outside the vocabulary of {size:,} rows.")
     if image:
         prompts = [[*_draw_prompt(random, 2, size, [], reserved), *image, *prompts[0][:8]], *prompts]
@@ -123,7 +131,7 @@ def _pad(rows: Sequence[Sequence[int]]) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def _make_pixels(
-    model: Any, config: dict[str, Any], takes: Any, random: Any
+    streamed: StreamedModel, side: ModelSide, takes: Any, random: Any
 ) -> tuple[dict[str, torch.Tensor], list[int]]:
     """Make one image, as the arguments of a model, and the tokens that stand for it in a prompt.
 
@@ -132,49 +140,76 @@ def _make_pixels(
     """
     import torch
 
-    vision = config.get("vision_config") or {}
+    config, own = side.config, getattr(streamed.model.config, "vision_config", None)
     token = next((config[k] for k in _IMAGE if isinstance(config.get(k), int)), None)
-    own = getattr(model.config, "vision_config", None)
-    name = type(model).__name__
+    name = type(streamed.model).__name__
+    unknown = Unsupported(f"{name} looks at images in a way that ckpttool does not know, so it cannot be compared.")
     if token is None or own is None:
-        raise Unsupported(
-            f"{name} looks at images in a way that ckpttool does not know: config.json names no image token."
-        )
+        raise unknown
+
+    def draw(*shape: int) -> torch.Tensor:
+        return torch.from_numpy(random.standard_normal(shape).astype("f4"))
+
+    channels: Any = next((c for k in ("num_channels", "in_channels", "in_chans") if (c := getattr(own, k, None))), 3)
     if "image_grid_thw" in takes:  # patches of several images in one row, with the grid of each
         merge, patch = own.spatial_merge_size, own.patch_size
-        grid = [1, 2 * merge, 2 * merge]
-        channels: Any = getattr(own, "in_channels", None) or getattr(own, "in_chans", 3)
         numbers = channels * getattr(own, "temporal_patch_size", 1) * patch * patch
-        pixels = torch.from_numpy(random.standard_normal((grid[1] * grid[2], numbers)).astype("f4"))
-        return {"pixel_values": pixels, "image_grid_thw": torch.tensor([grid])}, [token] * (
-            grid[1] * grid[2] // merge**2
-        )
-    side = own.image_size if isinstance(getattr(own, "image_size", None), int) else vision.get("image_size")
-    if not isinstance(side, int) or not hasattr(model, "get_image_features"):
-        raise Unsupported(f"{name} looks at images in a way that ckpttool does not know.")
-    shape = (1, getattr(own, "num_channels", 3), side, side)
-    for lead in ((), (1,)):  # some have a dimension for the images of a prompt
-        try:
-            meta = torch.empty((*lead, *shape), device="meta")
-            found = model.get_image_features(pixel_values=meta)
-        except Exception:  # whatever this model's code raises on a form that it does not take
-            continue
-        rows = _count_rows(found)
-        if rows:
-            pixels = torch.from_numpy(random.standard_normal((*lead, *shape)).astype("f4"))
-            return {"pixel_values": pixels}, [token] * rows
-    raise Unsupported(f"{name} looks at images in a way that ckpttool does not know.")
+        grid = torch.tensor([[1, 2 * merge, 2 * merge]])
+        return {"pixel_values": draw(4 * merge * merge, numbers), "image_grid_thw": grid}, [token] * 4
+    size: Any = getattr(own, "image_size", None)
+    size = size[0] if isinstance(size, (list, tuple)) and size else size
+    for lead in ((1,), *((1, n) for n in range(1, _MOST_TILES))) if isinstance(size, int) else ():
+        sizes = {"image_sizes": torch.tensor([[size, size]])} if "image_sizes" in takes else {}
+        for more in (sizes, {}) if len(lead) > 1 else ({}, sizes):  # many take sizes, and not all of them look
+            given = {"pixel_values": draw(*lead, channels, size, size), **more}
+            if rows := _count_image_tokens(streamed, side, given, token):
+                return given, [token] * rows
+    raise unknown
+
+
+class _Counted(Exception):
+    """Ends a forward when the number of an image's tokens is known, `rows`."""
+
+    def __init__(self, rows: int) -> None:
+        self.rows = rows
+
+
+def _count_image_tokens(streamed: StreamedModel, side: ModelSide, given: dict[str, torch.Tensor], token: int) -> int:
+    """Count the tokens that stand for an image in a prompt; 0 where the model does not take images of this form.
+
+    The model is run until it looks for the places of these tokens, or the part of it that makes them.
+    """
+    import torch
+
+    model = streamed.model
+    merging = next((m for m in model.modules() if hasattr(m, "get_placeholder_mask")), None)
+
+    def count(*arguments: Any, **named: Any) -> Any:
+        raise _Counted(_count_rows(named.get("image_features", arguments[2:3])))
+
+    try:
+        with streamed.reading_from(side, lambda layer, outputs: None):
+            placed = streamed.place(given)
+            if merging is not None:
+                merging.get_placeholder_mask = count
+                model(input_ids=torch.tensor([[token]], device=streamed.device), **placed)
+            return _count_rows(model.get_image_features(**placed))
+    except _Counted as e:
+        return e.rows
+    except Exception:  # whatever this model's code raises on a form that it does not take
+        return 0
+    finally:
+        if merging is not None:
+            merging.__dict__.pop("get_placeholder_mask", None)
 
 
 def _count_rows(found: Any) -> int:
     """Count the vectors that an image became: a tensor, a list of them, or an output that holds one."""
-    if isinstance(found, (tuple, list)):
-        return sum(map(_count_rows, found))
-    pooled = getattr(found, "pooler_output", None)
-    if pooled is not None:
-        return _count_rows(pooled)
-    shape = getattr(found, "shape", None)
-    return int(found.numel() // shape[-1]) if shape else 0
+    pooled = getattr(found, "pooler_output", found)
+    if isinstance(pooled, (tuple, list)):
+        return sum(map(_count_rows, pooled))
+    shape = getattr(pooled, "shape", None)
+    return int(pooled.numel() // shape[-1]) if shape else 0
 
 
 def read_prompts(path: str | os.PathLike[str], config: str | None) -> list[list[int]]:

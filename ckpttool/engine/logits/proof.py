@@ -10,7 +10,7 @@ from contextlib import closing
 from dataclasses import dataclass
 from typing import Any
 
-from ...errors import Differs, Unsupported
+from ...errors import Differs
 from ...extras import require_packages
 from ...layouts import Layout
 from ...options import HUB_LAYOUT, CompareRequest, OpenOptions, Progress, WriteRequest
@@ -44,15 +44,7 @@ class LogitProof:
         side = self._open_source()
         with closing(side.opened):
             model = StreamedModel.of_config(side.config, torch.float32, torch.device("cpu"))
-            missing, unexpected, shapes = model.find_misfit(side)
-            if missing or unexpected or shapes:
-                first = [
-                    *shapes,
-                    *(f'"{n}" is missing' for n in missing),
-                    *(f'"{n}" is not its own' for n in unexpected),
-                ][0]
-                name = type(model.model).__name__
-                raise Unsupported(f"the weights are not those of the {name} of config.json: {first}.")
+            model.refuse_misfit(side, model.find_misfit(side))
 
     def prove(self, path: str, target: Layout, progress: Progress) -> dict[str, Any]:
         """Compare the source with the result at `path`, and return what ckpttool.json and --json say of it.
@@ -78,8 +70,13 @@ class LogitProof:
         return found.summarise()
 
     def _open_source(self) -> ModelSide:
-        """Open the source as the conversion reads it."""
-        return open_side("A", self.src, self.reading, self.writing)
+        """Open the source as the conversion reads it, with the config that the result has."""
+        side = open_side("A", self.src, self.reading, self.writing)
+        if self.writing.vocab_size is not None:
+            rows = {"vocab_size": self.writing.vocab_size}
+            text = side.config.get("text_config")
+            side.config = {**side.config, **(rows if text is None else {"text_config": {**text, **rows}})}
+        return side
 
 
 def _explain(found: LogitComparison, path: str) -> str:

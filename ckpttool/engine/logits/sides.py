@@ -67,7 +67,8 @@ def has_own_config(path: CheckpointPath) -> bool:
     """Tell whether a checkpoint is a folder with a config.json of a model, which a program that loads it would take."""
     where = path if isinstance(path, layouts.Place) else layouts.place(path)
     with where.source:
-        return where.file is None and "config.json" in where.source.list()
+        own = where.file is None and "config.json" in where.source.list()
+        return own and "model_type" in model_files.read_config(where.source)
 
 
 def open_side(

@@ -5,19 +5,22 @@
 
 The model is built on the meta device, so it takes no memory, and no code beside a checkpoint is run. A layer is a child
 of a ModuleList, or another module that holds none: an embedding, a norm, the output layer. Just before its forward its
-weights are read, and right after it they are let go. Buffers that no checkpoint has (inv_freq) are computed by
-transformers' own initialisation, as from_pretrained does it.
+weights are read, and right after it they are let go. In between a weight is NaN, one number for all its elements: code
+may look at its device and dtype at any time, and what is computed with it by mistake is no number.
+
+Buffers that no checkpoint has (inv_freq) are computed by transformers' own initialisation, as from_pretrained does it.
 """
 
 from __future__ import annotations
 
+import math
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from ...errors import Unsupported
+from ...errors import Unsupported, argument
 from ...huggingface.hub_names import meta_model
 from .sides import ModelSide
 
@@ -65,11 +68,13 @@ class StreamedModel:
         except Exception as e:  # whatever transformers raises on a config that it does not know
             what = f"model_type {config.get('model_type')!r}"
             raise Unsupported(f"transformers cannot build {what} from config.json: {type(e).__name__}: {e}") from None
-        model.eval().requires_grad_(False)
+        model.eval()
         tied = getattr(model, "all_tied_weights_keys", None)
         out = cls(model, dtype, torch.device(device), tied=dict(tied) if isinstance(tied, dict) else {})
         out._compute_buffers()
         out._find_layers("", model, set())
+        for layer in out.layers:
+            out._let_go(layer)
         return out
 
     @property
@@ -93,23 +98,34 @@ class StreamedModel:
         tensors = side.opened.checkpoint.tensors
         return next((n for n in (name, self.tied.get(name)) if n is not None and f"model.{n}" in tensors), None)
 
-    def find_misfit(self, side: ModelSide) -> tuple[list[str], list[str], list[str]]:
-        """Return (weights of the model that a side lacks, weights of the side that the model lacks, texts on those of
-        another shape)."""
+    def find_misfit(self, side: ModelSide) -> dict[str, str]:
+        """Find the weights of a side that are not as the model has them, {name: "is missing", ...}, missing ones
+        first."""
         wanted, ignored = self.wanted, getattr(self.model, "_keys_to_ignore_on_load_unexpected", None) or ()
-        missing = [n for n in wanted if self.name_in(side, n) is None]
         known = {*wanted, *self.buffers, *self.tied}
-        unexpected = [
-            n
-            for n in side.tensors
-            if n not in known and not _NOT_WANTED.search(n) and not any(re.search(p, n) for p in ignored)
-        ]
-        shapes = [
-            f'"{n}" is {list(t.shape)}, the model has {list(wanted[n])}'
-            for n, t in side.tensors.items()
-            if n in wanted and t.shape != wanted[n]
-        ]
-        return missing, unexpected, shapes
+        out = {n: "is missing" for n in wanted if self.name_in(side, n) is None}
+        for n, t in side.tensors.items():
+            if n in wanted and t.shape != wanted[n]:
+                out[n] = f"is {list(t.shape)}, and the model has {list(wanted[n])}"
+            elif n not in known and not _NOT_WANTED.search(n) and not any(re.search(p, n) for p in ignored):
+                out[n] = "is no weight of the model"
+        return out
+
+    def refuse_misfit(self, side: ModelSide, misfit: dict[str, str]) -> None:
+        """Refuse a config that is that of another model.
+
+        Args:
+            misfit: what `find_misfit` returned.
+
+        Raises:
+            Unsupported: it is not empty.
+        """
+        if misfit:
+            name, how = next(iter(misfit.items()))
+            raise Unsupported(
+                f"{side.label}: config.json describes a {type(self.model).__name__}, and {len(misfit)} weights are not "
+                f'as it has them: "{name}" {how}. Give {argument("config")} the config of this very model.'
+            )
 
     def run(self, side: ModelSide, inputs: ModelInputs, sink: Sink) -> torch.Tensor:
         """Compute the model on a batch, and return its logits, on the CPU; or its last hidden states, where it has no
@@ -119,12 +135,10 @@ class StreamedModel:
             Unsupported: the model uses a weight outside the layer that it belongs to, or needs other inputs.
             CkpttoolError: a weight cannot be read.
         """
-        import torch
-
-        with torch.inference_mode(), self._reading_from(side, sink):
-            given = {k: v.to(self.device) for k, v in inputs.tensors.items()}
+        given = inputs.tensors
+        with self.reading_from(side, sink):
             try:
-                out = self.model(**given)
+                out = self.model(**self.place(given))
             except (
                 TypeError,
                 ValueError,
@@ -142,10 +156,16 @@ class StreamedModel:
         found: torch.Tensor = (out[0] if logits is None else logits).float().cpu()
         return found
 
+    def place(self, given: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """Return tensors on the device of the model, {name of an argument: tensor}; numbers in its dtype."""
+        return {k: v.to(self.device, self.dtype if v.is_floating_point() else v.dtype) for k, v in given.items()}
+
     @contextmanager
-    def _reading_from(self, side: ModelSide, sink: Sink) -> Iterator[None]:
+    def reading_from(self, side: ModelSide, sink: Sink) -> Iterator[None]:
         """While the block runs, read the weights of a layer from a side when it is computed, and give `sink` what it
         returns."""
+        import torch
+
         calls: dict[str, int] = {}
         handles = []
 
@@ -169,7 +189,8 @@ class StreamedModel:
                 module.register_forward_hook(after(name, is_layer)),
             ]
         try:
-            yield
+            with torch.inference_mode():
+                yield
         finally:
             for handle in handles:
                 handle.remove()
@@ -188,7 +209,7 @@ class StreamedModel:
             value = side.read(stored)
             # a copy, so that equal weights lie equally in memory and kernels take equal paths
             value = value.to(self.device, self.dtype if value.is_floating_point() else value.dtype, copy=True)
-            self._live_bytes += value.nbytes
+            self._live_bytes += 0 if buffer else value.nbytes
             self.peak_bytes = max(self.peak_bytes, self._live_bytes)
             if buffer:
                 module._buffers[key] = value
@@ -196,14 +217,17 @@ class StreamedModel:
                 module._parameters[key] = torch.nn.Parameter(value, requires_grad=False)
 
     def _let_go(self, layer: str) -> None:
-        """Put the parameters of a layer back on the meta device."""
+        """Let the weights of a layer go: one NaN stands for all elements."""
         import torch
 
         for module, key, buffer in self.layers[layer].values():
-            value = module._parameters.get(key)
-            if not buffer and value.device.type != "meta":
-                self._live_bytes -= value.nbytes
-                module._parameters[key] = torch.nn.Parameter(value.to("meta"), requires_grad=False)
+            if buffer:
+                continue
+            old = module._parameters[key]
+            if old.is_contiguous() and old.device.type != "meta":
+                self._live_bytes -= old.nbytes
+            value = torch.full((), math.nan, dtype=self.dtype, device=self.device).expand(old.shape)
+            module._parameters[key] = torch.nn.Parameter(value, requires_grad=False)
 
     def _compute_buffers(self) -> None:
         """Give every buffer its numbers, by transformers' own initialisation of modules.
