@@ -443,6 +443,17 @@ def test_every_command_of_the_guide_to_quantised_models_runs(desk: Path, monkeyp
     run_here(command_lines(PAGES["how-to/quantised.md"]), desk)
 
 
+@pytest.mark.slow
+def test_every_command_of_the_guide_to_comparisons_runs(desk: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(desk)
+    make_adapter(desk)
+    printed = run_here(blocks(PAGES["how-to/compare.md"], "sh"), desk)
+    compared = [text for line, text in printed.items() if line.startswith("ckpttool compare")]
+    assert len(compared) == 3 and all("largest logit difference: 0; top-1" in text for text in compared)
+    assert (desk / "compared" / "report.html").is_file()
+    assert json.loads((desk / "proven" / "ckpttool.json").read_text())["proof"]["largest"] == 0
+
+
 def test_every_recipe_of_the_archive_guide_runs_as_it_stands_and_then_its_reader(
     desk: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

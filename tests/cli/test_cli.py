@@ -141,7 +141,7 @@ KEYS = {
     ("name", "args"),
     [
         ("convert", ["convert", W3, "OUT"]), ("convert --dry-run", ["convert", W3, "OUT", "--dry-run"]), ("inspect", ["inspect", W3]),
-        ("diff", ["diff", W3, W3]), ("verify", ["verify", W3, "--read-data", "--against", W3]), ("digest", ["digest", W3]), ("clean", ["clean", "OUT"]),
+        ("diff", ["diff", W3, W3]), ("compare", ["compare", W3, W3, "--config", W3.parent / "hf_ref"]), ("verify", ["verify", W3, "--read-data", "--against", W3]), ("digest", ["digest", W3]), ("clean", ["clean", "OUT"]),
     ],
 )  # fmt: skip
 def test_the_keys_of_json_are_those_in_the_documentation(name: str, args: list[Any], tmp_path: Path) -> None:

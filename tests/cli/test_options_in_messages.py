@@ -162,6 +162,7 @@ def test_a_command_says_whose_option_it_recommends(tmp_path: Path) -> None:
 LACKS: dict[str, dict[str, str]] = {
     "inspect": dict.fromkeys(("--allow-equal-ranks", "--allow-mixed-steps"), "it shows such a checkpoint, with a note"),
     "diff": dict.fromkeys(("--allow-equal-ranks", "--allow-mixed-steps"), "to look at them is what it is for"),
+    "compare": dict.fromkeys(("--only", "--allow-equal-ranks", "--allow-mixed-steps"), "to look at the weights is what it is for"),
     "verify": {"--weights": "it checks what is there"},
     "doctor": dict.fromkeys(("--only", "--weights", "--allow-equal-ranks", "--allow-mixed-steps"), "it looks at all, and refuses nothing"),
     "push": {"--only": "the Hub gets the model; --include-optimizer pushes the rest"},
@@ -174,7 +175,7 @@ LACKS: dict[str, dict[str, str]] = {
     "audit restore": dict.fromkeys(("--weights", "--source-layout", "--tag", "--allow-equal-ranks", "--allow-mixed-steps"), "the source is an archive"),
 }  # fmt: skip
 READERS = (
-    "convert", "inspect", "verify", "diff", "digest", "doctor", "push", "pull", "resume-verify", "adapter extract", "adapter merge", "average", "audit export",
+    "convert", "inspect", "verify", "diff", "compare", "digest", "doctor", "push", "pull", "resume-verify", "adapter extract", "adapter merge", "average", "audit export",
     "audit restore",
 )  # fmt: skip
 
@@ -196,13 +197,13 @@ LACKS_IN_WRITING: dict[str, dict[str, str]] = {
 #: What a command that copies tensors has no use for, and why.
 LACKS_IN_RUNNING: dict[str, dict[str, str]] = {
     "convert": {},
-    "pull": dict.fromkeys(("--no-verify", "--max-memory", "--workers"), "convert has them, for hf:// too"),
-    "push": dict.fromkeys(("--force", "--no-verify", "--max-memory", "--workers"), "it makes a commit, and the Hub has the hashes of all files"),
-    "adapter extract": {"--workers": "an adapter is small"},
+    "pull": dict.fromkeys(("--no-verify", "--max-memory", "--workers", "--prove-logits"), "convert has them, for hf:// too"),
+    "push": dict.fromkeys(("--force", "--no-verify", "--max-memory", "--workers", "--prove-logits"), "it makes a commit, and the Hub has the hashes of all files"),
+    "adapter extract": {"--workers": "an adapter is small", "--prove-logits": "an adapter is no model"},
     "adapter merge": {"--workers": "tensors are computed, by one process"},
     "average": {"--workers": "tensors are computed, by one process"},
-    "audit export": {"--workers": "an archive is one file"},
-    "audit restore": {"--workers": "an archive is one file"},
+    "audit export": dict.fromkeys(("--workers", "--prove-logits"), "an archive is one file, with digests of all tensors"),
+    "audit restore": dict.fromkeys(("--workers", "--prove-logits"), "an archive is one file, with digests of all tensors"),
 }  # fmt: skip
 
 
@@ -224,7 +225,7 @@ def test_every_command_that_writes_a_checkpoint_has_all_options_of_writing_and_o
 ) -> None:
     wanted = flags_of_request(request_)
     assert {name: wanted - FLAGS[name] for name in lacks} == {name: set(reasons) for name, reasons in lacks.items()}
-    takes = {name for name, of in FLAGS.items() if {"--dtype", "--like"} <= of} - {"resume-verify"}
+    takes = {name for name, of in FLAGS.items() if {"--dtype", "--like"} <= of} - {"resume-verify", "compare"}
     assert takes == set(lacks), "another command writes checkpoints"
 
 

@@ -276,7 +276,7 @@ def _refuse_nan(logits: torch.Tensor, out: LogitComparison) -> None:
         raise Unsupported(
             f"A's logits are NaN at {int(logits.isnan().any(-1).sum())} of {len(logits)} positions: its weights hold "
             f"NaN or are too large for {out.dtype}, or {out.model} uses a weight outside the layer that it belongs to. "
-            "`ckpttool verify --read-data` counts the NaN in each weight."
+            f"Count them in each weight: {argument('read_data', True)}."
         )
 
 
