@@ -491,6 +491,12 @@ def test_a_config_of_another_model_is_refused_with_a_name(saved: Callable[[str],
         ckpttool.compare(saved("llama"), saved("llama"), device="nonsense")
 
 
+def test_a_model_under_another_architecture_is_compared_and_said(saved: Callable[[str], Path], tmp_path: Path) -> None:
+    as_mistral = {"architectures": ["MistralForCausalLM"], "model_type": "mistral", "sliding_window": None}
+    found = ckpttool.compare(saved("llama"), changed(saved("llama"), tmp_path / "b", configured(**as_mistral)))
+    assert found.equal and found.notes == ["by their config.json, A is a LlamaForCausalLM and B a MistralForCausalLM"]
+
+
 def test_code_beside_a_config_is_never_run(saved: Callable[[str], Path], tmp_path: Path) -> None:
     def add(tensors: Tensors, config: dict[str, Any]) -> None:
         config["auto_map"] = {"AutoModelForCausalLM": "evil.Model", "AutoConfig": "evil.Config"}

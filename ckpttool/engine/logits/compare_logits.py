@@ -180,6 +180,8 @@ def compare_sides(
     name = type(model_a.model).__name__
     out = LogitComparison(False, name, str(dtype).removeprefix("torch."), str(device), 0, 0)
     out.config, out.weights = find_config_differences(a.config, b.config), len(model_a.wanted)
+    if (other := type(model_b.model).__name__) != name:
+        out.notes.append(f"by their config.json, A is a {name} and B a {other}")
     if not _check_weights(model_a, model_b, a, b, out):
         return out
     prompts = None if request.prompts is None else read_prompts(request.prompts, tokenizer)
