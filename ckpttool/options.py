@@ -519,6 +519,7 @@ class AverageKeywords(_ToLayout, _Running, ReadKeywords, total=False):
 class CompareKeywords(Search, total=False):
     """Keywords of `compare`."""
 
+    weights: str | None
     prompts: str | os.PathLike[str] | None
     seed: int
     dtype: str

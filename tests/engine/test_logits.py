@@ -216,6 +216,22 @@ def test_codes_are_computed_as_the_numbers_that_they_stand_for(saved: Callable[[
     assert not ckpttool.compare(saved("llama"), coded, max_kl=rounded.kl_max / 2).equal
 
 
+@pytest.mark.slow
+def test_an_average_is_compared_as_the_model_and_proven(saved: Callable[[str], Path], tmp_path: Path) -> None:
+    path = saved("llama")
+    model = load_file(path / WEIGHTS)
+    torch.save({"model": model, "ema": {n: t * 0.9 for n, t in model.items()}}, tmp_path / "x.pt")
+    out = tmp_path / "hf"
+    done = ckpttool.convert(tmp_path / "x.pt", out, to="hf", config=str(path), weights="ema", prove_logits=True)
+    assert done.proof and done.proof["largest"] == 0
+    assert ckpttool.compare(tmp_path / "x.pt", out, config=str(path), weights="ema").largest == 0
+    assert not ckpttool.compare(tmp_path / "x.pt", out, config=str(path)).equal
+    words = ("average", path, out, tmp_path / "mean", "--to", "hf", "--config", path, "--prove-logits")
+    assert "logits differ from the source's by 0" in ckpttool_here(*words).stderr
+    mean = load_file(tmp_path / "mean" / WEIGHTS)["model.norm.weight"]
+    assert torch.allclose(mean, model["model.norm.weight"] * 0.95)
+
+
 # --------------------------------------------------------------------------------------------------------------- faults
 
 

@@ -45,6 +45,7 @@ def compare(
         config: folder or id of the Hugging Face model, for those of the two that have no config.json of their own.
         config_a, config_b: the same for one of them, whatever it has.
         adapter_a, adapter_b: an adapter (LoRA) that is merged into one of them as it is read.
+        weights: which weights of `a` are its model, as `open` takes it.
         prompts: file of prompts, one a line: token ids as a JSON list, or text, which needs a tokenizer beside the
             config. Where None, ids are drawn from the vocabulary.
         seed: of the ids and pixels that are drawn.
@@ -72,7 +73,9 @@ def compare(
         for label, path, config, adapter in (("A", a, config_a, adapter_a), ("B", b, config_b, adapter_b)):
             given = config or (None if has_own_config(path) else reading.config)
             merge = None if adapter is None else MergeRequest(adapter=adapter)
-            options = OpenOptions(**{**vars(drop_other_layout(path, reading)), "config": given, "merge": merge})
+            weights = reading.weights if label == "A" else None
+            own = {"config": given, "merge": merge, "weights": weights}
+            options = OpenOptions(**{**vars(drop_other_layout(path, reading)), **own})
             sides.append(open_side(label, path, options, writing))
             stack.callback(sides[-1].opened.close)
         tokenizer = config_a or reading.config or show_path(a)
