@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     from .engine.logits.compare_logits import LogitComparison
     from .engine.opening import OpenCheckpoint, open
     from .engine.planning import Plan, plan
+    from .engine.stats import Statistics, stats
     from .engine.verification import DigestResult, VerifyResult, digest, verify
     from .errors import CkpttoolError
     from .hub.pull import Pulled, pull
@@ -72,6 +73,7 @@ _WHERE = {
     "Pushed": "hub.push",
     "Recorder": "resume.trace.recorder",
     "Report": "resume.compare.verdict",
+    "Statistics": "engine.stats",
     "Summary": "engine.inspect",
     "TensorHandle": "engine.handle",
     "UniversalOptions": "converters.options",
@@ -97,6 +99,7 @@ _WHERE = {
     "push": "hub.push",
     "restore": "audit.export",
     "resume_verify": "resume.verify",
+    "stats": "engine.stats",
     "storage_reader": "live.load",
     "verify": "engine.verification",
 }
@@ -121,6 +124,7 @@ __all__ = [
     "Pushed",
     "Recorder",
     "Report",
+    "Statistics",
     "Summary",
     "TensorHandle",
     "UniversalOptions",
@@ -147,6 +151,7 @@ __all__ = [
     "push",
     "restore",
     "resume_verify",
+    "stats",
     "storage_reader",
     "verify",
 ]

@@ -57,6 +57,8 @@ OUTSIDE: dict[str, set[str]] = {
     "cli.shared_options": {"typer"},
     "cli.resume_verify": {"typer"},
     "cli.terminal": {"typer"},
+    "cli.show": {"typer"},
+    "cli.stats": {"typer"},
     "cli.verify": {"typer"},
     "engine.workers.part_requests": {"blake3"},
     "engine.planning": {"blake3"},

@@ -28,7 +28,7 @@ from .opening import CheckpointPath, OpenCheckpoint, OpenOptions, drop_other_lay
 from .workers.coordinator import digest_with_workers, workers_for_reading
 from .workers.executors import WorkersSpec
 
-__all__ = ["Difference", "TensorDifference", "diff"]
+__all__ = ["Difference", "TensorDifference", "diff", "stream_blocks"]
 
 
 @dataclass
@@ -253,7 +253,7 @@ def _compare_data(
     left, right = x.checkpoint, y.checkpoint
     total = sum(left.tensors[n].nbytes for n in names)
     passed = 0
-    streams = [_stream_blocks(x, names), _stream_blocks(y, names)]
+    streams = [stream_blocks(x, names), stream_blocks(y, names)]
     for name in names:
         s, t = left.tensors[name], right.tensors[name]
         found = TensorDifference(name, s.numel * PACKED.get(s.dtype, 1))
@@ -276,7 +276,7 @@ def _are_equal(p: memoryview, q: memoryview) -> bool:
     return bool(np.array_equal(np.frombuffer(p, "u1"), np.frombuffer(q, "u1")))
 
 
-def _stream_blocks(opened: OpenCheckpoint, names: list[str]) -> Iterator[Block]:
+def stream_blocks(opened: OpenCheckpoint, names: list[str]) -> Iterator[Block]:
     """Yield the blocks of some tensors, in the order of `names`."""
     ckpt = opened.checkpoint
     jobs = (StreamJob(n, ckpt.tensors[n]) for n in names)

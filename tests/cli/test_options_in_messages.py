@@ -176,7 +176,7 @@ LACKS: dict[str, dict[str, str]] = {
 }  # fmt: skip
 READERS = (
     "convert", "inspect", "verify", "diff", "compare", "digest", "doctor", "push", "pull", "resume-verify", "adapter extract", "adapter merge", "average", "audit export",
-    "audit restore",
+    "audit restore", "show", "stats",
 )  # fmt: skip
 
 _CHANGES = ("--canonical-keys", "--strip-wrappers", "--vocab-size", "--regroup", "--dequantize", "--quantize", "--map")

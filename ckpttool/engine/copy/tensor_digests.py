@@ -110,16 +110,24 @@ def tensor_digests(
 
 
 def tensor_digests_and_crcs(
-    tensors: dict[str, TensorEntry], source: Source, files: list[str], records: Sequence[Record], budget: IOBudget
+    tensors: dict[str, TensorEntry],
+    source: Source,
+    files: list[str],
+    records: Sequence[Record],
+    budget: IOBudget,
+    seen: Callable[[Block], None] | None = None,
 ) -> dict[str, Any]:
     """Return {"digests": {tensor: BLAKE3 in hex}, "seen": what was read of records in which other tensors lie too, for
     `Reader.absorb`}.
+
+    Args:
+        seen: called with every block.
 
     Raises:
         Corrupt, SourceChanged: the source is damaged, or was written to meanwhile.
     """
     reader = Reader(source, files, records, budget)
-    digests = _digest(reader, tensors, silent, "digest", None, None)
+    digests = _digest(reader, tensors, silent, "digest", None, seen)
     source.assert_unchanged()
     return {"digests": digests, "seen": reader.crcs.parts_read()}
 

@@ -37,6 +37,7 @@ from ...storage.overlay import ComputedSource
 from ..copy.fill import Progress, note_lost
 from ..copy.stream import Block, Reader
 from ..copy.tensor_digests import tensor_digests
+from ..copy.tensor_statistics import StatisticsCounter
 from ..opening import CheckpointPath, OpenCheckpoint, OpenOptions
 from ..planning import Plan
 from . import part_worker
@@ -389,6 +390,7 @@ def digest_with_workers(
     what: str,
     budget: IOBudget = DEFAULT_BUDGET,
     seen: Callable[[Block], None] | None = None,
+    statistics: StatisticsCounter | None = None,
 ) -> dict[str, str]:
     """Return {tensor: BLAKE3 hex digest of its canonical bytes}, reading everything and checking the CRC32s.
 
@@ -397,12 +399,14 @@ def digest_with_workers(
         workers: None for this process alone.
         progress: called with (`what`, bytes done, bytes in all).
         seen: called with every block, if this process reads them.
+        statistics: gets those of all tensors.
 
     Raises:
         Corrupt, SourceChanged: it is damaged, or was written to meanwhile.
         CkpttoolError: no worker could read a part.
     """
     ckpt = opened.checkpoint
+    seen = seen if statistics is None else statistics.add
     if workers is None or not isinstance(path, (str, os.PathLike)):
         return tensor_digests(ckpt.tensors, opened.source, ckpt.files, ckpt.records, progress, what, None, budget, seen)
     parts = cut_tensors(ckpt.tensors)
@@ -412,6 +416,7 @@ def digest_with_workers(
             "options": asdict(with_absolute_paths(options)),
             "index": index_id(ckpt, opened.source),
         },
+        "statistics": None if statistics is None else statistics.exponents,
         "threads": budget.threads,
         "buffer_bytes": budget.buffer_bytes,
     }
@@ -422,6 +427,9 @@ def digest_with_workers(
     results: dict[int, Json] = {}
     _prepare_and_run(opened, parts, results, request, workers, lambda done, total: progress(what, done, total))
     _check_shared_records(opened, parts, results, budget)
+    if statistics is not None:
+        for answer in results.values():
+            statistics.absorb(answer["statistics"])
     return {name: digest for part in parts for name, digest in results[part.number]["digests"].items()}
 
 

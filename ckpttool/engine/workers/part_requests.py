@@ -6,8 +6,8 @@
     {"cells": {"job", "tree", "cells", "threads", "buffer_bytes"}}        those of objects that no part fills alone
     {"cells", "kept", "node"}
 
-    {"digest": {"open": {"path", "options", "index"}, "first", "stop", "threads", "buffer_bytes"}}
-    {"digests", "seen"}
+    {"digest": {"open": {"path", "options", "index"}, "first", "stop", "statistics", "threads", "buffer_bytes"}}
+    {"digests", "seen"}, where asked for also {"statistics"}
 
     {"error": {"kind", "message", "notes"}}
 

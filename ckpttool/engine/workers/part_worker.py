@@ -6,7 +6,7 @@ import json
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any, Generic, TypeVar
 
 from ...errors import CkpttoolError
@@ -14,6 +14,7 @@ from ...storage.buffers import IOBudget
 from ...storage.shared_objects import SharedObjects
 from ...storage.shared_tree import SharedTree
 from ..copy.tensor_digests import tensor_digests_and_crcs
+from ..copy.tensor_statistics import StatisticsCounter
 from ..opening import OpenCheckpoint, OpenOptions, open_checkpoint
 from ..planning import Plan, plan_conversion, plan_id
 from .part_fill import fill_part, send_cells
@@ -145,22 +146,22 @@ def _send_cells(asked: Json) -> Json:
 
 
 def _digest_tensors(asked: Json) -> Json:
-    """Digest tensors [first, stop) of a checkpoint; returns {"digests", "seen"} of `tensor_digests_and_crcs`. `asked`
-    holds "open", "first", "stop", "threads" and "buffer_bytes".
+    """Digest tensors [first, stop) of a checkpoint; returns {"digests", "seen"} of `tensor_digests_and_crcs`, and
+    {"statistics"} where they are asked for. `asked` holds "open", "first", "stop", "statistics" (None, or whether with
+    exponents), "threads" and "buffer_bytes".
 
     Raises:
         CkpttoolError: it cannot be opened or read.
     """
     with _opened.answer(json.dumps(asked["open"])) as opened:
         ckpt = opened.checkpoint
-        names = list(ckpt.tensors)[asked["first"] : asked["stop"]]
-        return tensor_digests_and_crcs(
-            {n: ckpt.tensors[n] for n in names},
-            opened.source,
-            ckpt.files,
-            ckpt.records,
-            IOBudget(asked["threads"], asked["buffer_bytes"]),
+        tensors = {n: ckpt.tensors[n] for n in list(ckpt.tensors)[asked["first"] : asked["stop"]]}
+        counter = None if asked["statistics"] is None else StatisticsCounter(tensors, asked["statistics"])
+        budget = IOBudget(asked["threads"], asked["buffer_bytes"])
+        out = tensor_digests_and_crcs(
+            tensors, opened.source, ckpt.files, ckpt.records, budget, None if counter is None else counter.add
         )
+        return out if counter is None else {**out, "statistics": {n: asdict(s) for n, s in counter.found.items()}}
 
 
 def _open(asked: str) -> OpenCheckpoint:

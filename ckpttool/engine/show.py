@@ -1,0 +1,136 @@
+"""`show`: the numbers of tensors, or a part of them, and plain values, as people read them."""
+
+from __future__ import annotations
+
+import fnmatch
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from math import prod
+from typing import Any
+
+from ..errors import UsageError
+from ..formats.shown_values import readable
+from ..huggingface import encodings
+from .handle import TensorHandle, make_handle
+from .opening import OpenCheckpoint
+
+__all__ = ["Selection", "select_entries"]
+
+_WHOLE = 1_000  # numbers that are all printed
+_MOST = 10_000_000  # numbers that are read for an index
+_EDGE = 3  # of a dimension, at both ends
+
+
+@dataclass
+class Selection:
+    """A tensor or value of a checkpoint, or a part of a tensor.
+
+    `dtype` and `shape` are of the whole tensor, None of a value. `data` is a numpy array or scalar, or plain data;
+    `edges` says that it has the ends of each dimension only, and one element between them. `note` explains numbers that
+    mean nothing by themselves.
+    """
+
+    name: str
+    index: str
+    data: Any
+    dtype: str | None = None
+    shape: tuple[int, ...] | None = None
+    edges: bool = False
+    note: str = ""
+
+    def to_json(self) -> dict[str, Any]:
+        """Convert to plain data; `values` is None where only the ends were read."""
+        values = None if self.edges else self.data.tolist() if self.dtype is not None else self.data
+        about = f"{prod(self.shape or ()):,} numbers: give an index" if self.edges else self.note
+        return {
+            "name": self.name, "index": self.index, "dtype": self.dtype, "shape": self.shape, "values": values,
+            "note": about,
+        }  # fmt: skip
+
+    def lines(self) -> Iterator[str]:
+        """Yield name, dtype and shape, and then the numbers."""
+        import numpy as np
+
+        if self.dtype is None:
+            yield f"{self.name} = {self.data!r}"
+            return
+        yield f"{self.name}{self.index}  {self.dtype} {list(self.shape or ())}"
+        x = np.asarray(self.data)
+        if x.dtype.kind == "V" or x.dtype.name.startswith(("bfloat", "float8", "float4")):
+            x = x.astype("f4")
+        threshold = 0 if self.edges else max(_WHOLE, x.size)
+        yield from np.array2string(x, threshold=threshold, edgeitems=_EDGE, max_line_width=100).splitlines()
+
+
+def select_entries(opened: OpenCheckpoint, asked: Sequence[str]) -> Iterator[Selection]:
+    """Yield what some texts select: names or globs of tensors and values, with an index of numpy behind the name of a
+    tensor ("model.w[2:5, :8]").
+
+    Raises:
+        UsageError: nothing has such a name, or the index is not one of this tensor.
+    """
+    ckpt = opened.checkpoint
+    config = encodings.read_quantization_config(ckpt, opened.source if opened.folder else None)
+    codes = encodings.find_in_checkpoint(ckpt, config)
+    for text in asked:
+        name, index = text, ""
+        if text not in ckpt.tensors and text not in ckpt.values and (found := re.fullmatch(r"(.+?)(\[[^\[]*\])", text)):
+            name, index = found.groups()
+        every = [*ckpt.tensors, *ckpt.values]
+        names = [name] if name in every else [n for n in every if fnmatch.fnmatchcase(n, name)]
+        if not names:
+            make_handle(opened, name)  # which raises an error that suggests others
+        for n in names:
+            if n in ckpt.values:
+                yield Selection(n, "", readable(ckpt.values[n].data))
+                continue
+            handle, said = make_handle(opened, n), codes.describe(n)
+            about = f"{said}: these are not the numbers of the weight" if said else ""
+            large = not index and prod(handle.shape) > _WHOLE
+            data = _read_edges(handle, ()) if large else _read_index(handle, index)
+            yield Selection(n, index, data, handle.dtype, handle.shape, large, about)
+
+
+def _read_index(handle: TensorHandle, index: str) -> Any:
+    """Read what an index such as "[2:5, -1]" selects; all of the tensor where it is empty.
+
+    Raises:
+        UsageError: it is no index of integers, slices and "...", or not one of this tensor, or selects too much to be
+            printed.
+    """
+    try:
+        parsed = tuple(_parse_part(part.strip()) for part in index[1:-1].split(",") if part.strip()) or (...,)
+        chosen = [len(range(*p.indices(n))) for p, n in zip(parsed, handle.shape, strict=False) if isinstance(p, slice)]
+        if ... not in parsed and prod(chosen) * prod(handle.shape[len(parsed) :]) > _MOST:
+            raise UsageError(f'"{handle.name}{index}" selects more than {_MOST:,} numbers. Select fewer.')
+        return handle[parsed]
+    except (IndexError, ValueError) as e:
+        raise UsageError(f'"{handle.name}{index}": {e} Its shape is {list(handle.shape)}.') from None
+
+
+def _parse_part(text: str) -> Any:
+    """Parse what an index has for one dimension: "3", "2:5", "::2" or "...".
+
+    Raises:
+        ValueError: it is something else.
+    """
+    if text == "...":
+        return ...
+    parts = text.split(":")
+    if len(parts) > 3 or not all(re.fullmatch(r"\s*-?\d*\s*", p) for p in parts):
+        raise ValueError(f"{text!r} is neither an integer nor a slice.")
+    return int(text) if len(parts) == 1 else slice(*(int(p) if p.strip() else None for p in parts))
+
+
+def _read_edges(handle: TensorHandle, before: tuple[slice, ...]) -> Any:
+    """Read the ends of every dimension of a tensor, with one element between them where more are left out; `before` are
+    the slices of the dimensions that were gone through."""
+    import numpy as np
+
+    if len(before) == len(handle.shape):
+        return handle[before]
+    size = handle.shape[len(before)]
+    ends = [slice(0, _EDGE), slice(_EDGE, _EDGE + 1), slice(size - _EDGE, size)]
+    cuts = ends if size > 2 * _EDGE + 1 else [slice(None)]
+    return np.concatenate([_read_edges(handle, (*before, cut)) for cut in cuts], axis=len(before))
