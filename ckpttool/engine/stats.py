@@ -196,6 +196,7 @@ def stats(
     against: CheckpointPath | None = None,
     exponents: bool = False,
     only: Iterable[str] | None = None,
+    weights: str | None = None,
     workers: WorkersSpec = None,
     progress: Progress = silent,
     **reading: Unpack[ReadKeywords],
@@ -213,7 +214,7 @@ def stats(
     Raises:
         CkpttoolError: one cannot be read.
     """
-    options = OpenOptions(only=only, **reading)
+    options = OpenOptions(only=only, weights=weights, **reading)
     with open_checkpoint(path, options) as opened, workers_for_reading(workers, path, opened.checkpoint.nbytes) as crew:
         with reporting(progress):
             ckpt = opened.locate()

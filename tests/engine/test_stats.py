@@ -83,7 +83,7 @@ def test_every_tensor_of_every_fixture_has_the_statistics_that_numpy_computes() 
                 if ckpt[row.name].nbytes < 1 << 16:
                     agree(row.numbers, ckpt[row.name].numpy(), f"{path} {row.name}")
                     tensors += 1
-    assert opened > 100 and tensors > 1_000, (opened, tensors)
+    assert opened > 60 and tensors > 900, (opened, tensors)
 
 
 def odd(path: Path) -> Path:
