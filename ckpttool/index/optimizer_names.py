@@ -368,6 +368,7 @@ def _usual_place(child: str) -> int:
 
 
 _MOST_ORDERS = 720
+_MOST_CHILDREN = 100  # parts of a name; no module is as deep
 #: Children whose order every module of their kind has.
 _KNOWN_CHILDREN = ("lora_A", "lora_B", "weight", "bias")
 
@@ -379,36 +380,32 @@ def possible_orders(names: Iterable[str]) -> Iterator[list[str]]:
     modules of one kind (those whose paths differ in numbers alone) share it. Nothing is yielded where there are more
     orders than are worth trying.
     """
-    tree: dict[str, Any] = {}
-    for name in names:
-        node = tree
-        for part in name.split("."):
-            node = node.setdefault(part, {})
-    kinds: dict[tuple[str, ...], set[str]] = {}
-
-    def look(node: Mapping[str, Any], path: tuple[str, ...]) -> None:
-        """Collect the children of unknown order by the kind of their module."""
-        unknown = {c for c in node if not c.isdecimal() and c not in _KNOWN_CHILDREN}
-        kinds.setdefault(path, set()).update(unknown)
-        for c, below in node.items():
-            look(below, (*path, "#" if c.isdecimal() else c))
-
-    look(tree, ())
-    open_kinds = {path: sorted(children) for path, children in kinds.items() if len(children) > 1}
-    if prod(factorial(len(c)) for c in open_kinds.values()) > _MOST_ORDERS:
+    parts = {name: name.split(".") for name in names}
+    # of each child of a module: the kind of the module, a path without numbers
+    kinds_of = {
+        name: [(*("#" if c.isdecimal() else c for c in found[:i]),) for i in range(len(found))]
+        for name, found in parts.items()
+        if len(found) <= _MOST_CHILDREN
+    }
+    if len(kinds_of) < len(parts):
         return
+    unknown: dict[tuple[str, ...], set[str]] = {}
+    for name, kinds in kinds_of.items():
+        for kind, child in zip(kinds, parts[name], strict=True):
+            if not child.isdecimal() and child not in _KNOWN_CHILDREN:
+                unknown.setdefault(kind, set()).add(child)
+    several = {kind: sorted(children) for kind, children in unknown.items() if len(children) > 1}
+    if prod(factorial(len(c)) for c in several.values()) > _MOST_ORDERS:
+        return
+    for chosen in product(*(permutations(c) for c in several.values())):
+        place = {(kind, c): i for kind, order in zip(several, chosen, strict=True) for i, c in enumerate(order)}
 
-    for chosen in product(*(permutations(c) for c in open_kinds.values())):
-        place = {path: {c: i for i, c in enumerate(order)} for path, order in zip(open_kinds, chosen, strict=True)}
+        def place_name(name: str, place: Any = place) -> list[tuple[int, int, str]]:
+            """Return a key that sorts names in the chosen order."""
+            children = zip(kinds_of[name], parts[name], strict=True)
+            return [(place.get((kind, c), 0), _usual_place(c), c) for kind, c in children]
 
-        def walk(node: Mapping[str, Any], path: tuple[str, ...], at: str, place: Any = place) -> Iterator[str]:
-            """Yield the names of the parameters below a module in the chosen order."""
-            if not node:
-                yield at
-            for c in sorted(node, key=lambda c: (place.get(path, {}).get(c, 0), _usual_place(c))):
-                yield from walk(node[c], (*path, "#" if c.isdecimal() else c), f"{at}.{c}" if at else c)
-
-        yield list(walk(tree, (), ""))
+        yield sorted(parts, key=place_name)
 
 
 _MOST_STATES = 100_000  # more are not worth looking at

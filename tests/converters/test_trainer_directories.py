@@ -260,6 +260,9 @@ def test_possible_orders_hold_that_of_a_real_module() -> None:
     assert names in orders and sorted(names) not in orders, "layers.10 comes after layers.2"
     assert len(orders) == 2 * 6 and len({tuple(o) for o in orders}) == 12
     assert all(sorted(o) == sorted(names) for o in orders)
+    odd = ["..", ".", "", "a", "a.b", "a..b", "1.x", "١.x"]
+    assert all(sorted(order) == sorted(odd) for order in possible_orders(odd)), "no name is lost, whatever it is"
+    assert list(possible_orders(odd)) and not list(possible_orders(["a" + ".a" * 5000]))
     assert not list(possible_orders([f"{c}.weight" for c in "abcdefghij"])), "ten factorial is too many to try"
 
 
