@@ -27,7 +27,6 @@ from ..storage.source import Source
 from .discover.next_steps import next_step
 from .discover.unread_files import human, listed
 from .opening import CheckpointPath, OpenCheckpoint, OpenOptions, open_checkpoint, show_path
-from .transform.decoding_weights import count_parameters
 
 if TYPE_CHECKING:
     from rich.console import Console, RenderableType
@@ -169,19 +168,18 @@ def _describe_encoding(opened: OpenCheckpoint) -> dict[str, Any] | None:
     """Describe weights that are stored as codes, as `Summary.encoding` has it; None where there are none."""
     ckpt = opened.checkpoint
     found = encodings.find_in_checkpoint(ckpt, encodings.read_quantization_config(ckpt, opened.source))
-    faults = [fault.text for fault in found.faults]
-    return (
-        {
-            "weights": len(found.weights),
-            "of": found.of,
-            "schemes": found.schemes(),
-            "faults": faults,
-            "method": found.method,
-            **count_parameters(opened, found),
-        }
-        if found
-        else None
-    )
+    if not found:
+        return None
+    from .transform.decoding_weights import count_parameters  # which loads what reads tensors
+
+    return {
+        "weights": len(found.weights),
+        "of": found.of,
+        "schemes": found.schemes(),
+        "faults": [fault.text for fault in found.faults],
+        "method": found.method,
+        **count_parameters(opened, found),
+    }
 
 
 def _describe_adapter(ckpt: Checkpoint, source: Source) -> dict[str, Any] | None:

@@ -78,6 +78,7 @@ def keep_adapter_only(ckpt: Checkpoint, config: dict[str, Any], wanted: str | No
         own = _split_name(name, prefix)
         if own is not None and not known.fullmatch(own[0][-1]):
             raise Unsupported(f'"{name}" fits no {kind} adapter that ckpttool knows. Save it with PEFT.')
+    lora.check_trained_tokens(config, saved.values())
     # the names of the file
     if not any(s.startswith(lora.ROOT) for s in saved.values()):  # injected, not wrapped; the file is the same
         saved = {n: lora.ROOT + s for n, s in saved.items()}

@@ -29,6 +29,7 @@ __all__ = [
     "AdapterShape",
     "Shapes",
     "base_name",
+    "check_trained_tokens",
     "encode_config",
     "find_lora",
     "find_lora_in_shapes",
@@ -253,6 +254,20 @@ def refuse_unmergeable(config: Config, *, base_is_given: bool) -> None:
 
 
 USE_PEFT = "Merge it with PEFT's merge_and_unload."
+
+
+def check_trained_tokens(config: Config, saved: Iterable[str]) -> None:
+    """Check that an adapter whose config has trained tokens has a tensor of them; `saved` are the names that PEFT
+    saves.
+
+    Raises:
+        Corrupt: it has none.
+    """
+    if config.get("trainable_token_indices") and not any(n.endswith(f".{TOKENS}") for n in saved):
+        raise Corrupt(
+            "adapter_config.json has trainable_token_indices, and no tensor of the adapter is of trained tokens. The "
+            "file is incomplete, or the config is another adapter's."
+        )
 
 
 def scaling(config: Config, module: str, rank: int) -> float:

@@ -160,11 +160,7 @@ def plan_changes(
                 biases.setdefault(bias, []).append((name, kinds["bias"], update.scaling))
         for parameter, parts in stacks.items():
             updates.setdefault(parameter, []).append(_update_stack(one, parameter, parts, base))
-        if one.config.get("trainable_token_indices") and not any(n.endswith(f".{lora.TOKENS}") for n in saved):
-            raise Corrupt(
-                "adapter_config.json has trainable_token_indices, and no tensor of the adapter is of trained tokens. "
-                "The file is incomplete."
-            )
+        lora.check_trained_tokens(one.config, saved)
         of_lora = {n for kinds in one.wrappers.values() for n in kinds.values()}
         for tensor in saved:
             if tensor in of_lora:

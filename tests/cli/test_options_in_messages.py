@@ -190,7 +190,7 @@ LACKS_IN_WRITING: dict[str, dict[str, str]] = {
     },
     "adapter extract": dict.fromkeys((*_CHANGES, "--to", "--world-size", "--cast", "--drop"), "PEFT's folder has one form, and holds no other state"),
     "adapter merge": dict.fromkeys(_CHANGES, "it is the state of a base model, with nothing of the training"),
-    "average": dict.fromkeys(_CHANGES, "it has weights only, under the names of all checkpoints"),
+    "average": dict.fromkeys((c for c in _CHANGES if c != "--quantize"), "it has weights only, under the names of all checkpoints"),
     "audit export": dict.fromkeys((*_CHANGES, "--to", "--world-size", "--cast"), "an archive has the state as it is, at no world size"),
     "audit restore": dict.fromkeys((*_CHANGES, "--cast", "--ignore-recorded-digests"), "the state is the archive's, and compared with it"),
 }  # fmt: skip

@@ -454,7 +454,12 @@ def test_adapters_that_are_not_there_or_not_clear_are_refused(tmp_path: Path) ->
     refused({**state, **lora_state("b")}, r"holds 2 adapters \(b, odd-name\)")
     refused(state, "describes a 'VERA' adapter", config=adapter_config(tmp_path / "vera", peft_type="VERA"))
     refused(state, "describes a 'None' adapter", config=adapter_config(tmp_path / "none", peft_type=None))
-    refused(state, "trainable_token_indices", config=adapter_config(tmp_path / "tokens", trainable_token_indices=[1]))
+    refused(
+        state,
+        "trainable_token_indices",
+        Corrupt,
+        config=adapter_config(tmp_path / "tokens", trainable_token_indices=[1]),
+    )
     refused({**state, "base_model.model.q.lora_new.odd-name.weight": torch.ones(2)}, "fits no LORA adapter")
     refused(state, "does not apply to dcp", UsageError, to="dcp")
     # the directories of trainers leave out the adapter's name
