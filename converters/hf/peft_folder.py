@@ -7,7 +7,6 @@ from typing import Any
 
 from ckpttool.errors import Unsupported, UsageError, argument
 from ckpttool.huggingface import hub_names, lora, model_files
-from ckpttool.huggingface.split_experts import split_config
 from ckpttool.index.checkpoint import Checkpoint, TensorEntry, joined
 from ckpttool.index.draft import Draft, DraftFile
 from ckpttool.layouts import WriteOptions
@@ -84,6 +83,8 @@ def write_adapter(ckpt: Checkpoint, source: Source, options: WriteOptions) -> Dr
     config = adapter_config(source, options, notes)
     extra = {} if config is None else config[1]
     if own.split_experts and config is not None:
+        from ckpttool.huggingface.split_experts import split_config
+
         extra[_ADAPTER_CONFIG] = lora.encode_config(split_config(config[0], stored, base_relation(source, options)))
     model = {k: replace(t, dtype=options.cast("model." + k, t.dtype)) for k, t in stored.items()}
     refuse_dtypes(model)

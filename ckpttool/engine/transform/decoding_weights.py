@@ -20,17 +20,16 @@ from ...huggingface.decoding import FORMULAS, Rows
 from ...huggingface.encodings import Encoded, Encodings
 from ...index.checkpoint import ITEMSIZE, PACKED, Checkpoint, Chunks, TensorEntry, joined, tied_weights
 from ...index.draft import Dropped
-from ...storage.buffers import IOBudget
 from ...storage.overlay import PagedFile
-from ..copy.dtypes import cast, numpy_dtype
-from ..copy.stream import Reader, StreamJob
-from ..handle import TensorHandle, cut_chunks
+from ..computed_files import BoxReader
+from ..copy.dtypes import cast
+from ..handle import TensorHandle
 
 if TYPE_CHECKING:
     from ..copy.dtypes import Array
     from ..opening import OpenCheckpoint
 
-__all__ = ["WORKING_BYTES", "BoxReader", "DecodedWeights", "count_parameters", "decode_weights", "names_of_weight"]
+__all__ = ["WORKING_BYTES", "DecodedWeights", "IndexedReader", "count_parameters", "decode_weights", "names_of_weight"]
 
 _COUNTS = ("parameters", "encoded_parameters", "bits_per_parameter", "encoded_bits_per_parameter")
 
@@ -38,6 +37,7 @@ _NUMBERS = 1 << 21  # of a page
 #: Memory that computing a page takes: its numbers in float32 two or three times, codes, and buffers of the reader.
 WORKING_BYTES = 48 << 20
 _KEPT = 16 << 20  # bytes of a box that is kept for the next page
+_FEW_BUFFERS = 8  # readers whose buffers have the memory of one
 #: Of `Encoded.parts`: what inputs and outputs of a layer are quantised with, which a plain weight has no use for.
 _OF_ACTIVATIONS = frozenset(
     (
@@ -95,7 +95,7 @@ def decode_weights(
         Unsupported: the numbers of a scheme are not known, or the weight is more than its codes.
         Corrupt: codes and their shape contradict each other, or there is a parameter of that name beside the codes.
     """
-    ckpt, reader = opened.checkpoint, BoxReader(opened)
+    ckpt, reader = opened.checkpoint, IndexedReader(opened)
     wanted = {codes: found.weights[codes] for codes in chosen}
     for codes, weight in wanted.items():
         _refuse_weight(codes, weight, ckpt)
@@ -140,7 +140,7 @@ def count_parameters(opened: OpenCheckpoint, found: Encodings) -> dict[str, int 
             "encoded_bits_per_parameter"}; None where the shape of a weight is not known.
     """
     model = {n: t for n, t in opened.checkpoint.tensors.items() if t.path[0] == "model"}
-    reader, encoded, belongs = BoxReader(opened), 0, set[str]()
+    reader, encoded, belongs = IndexedReader(opened), 0, set[str]()
     known = not any(t.coding != "raw" for t in model.values()) and not opened.source.is_remote
     for weight in found.weights.values():
         try:
@@ -205,13 +205,13 @@ def _refuse_weight(codes: str, weight: Encoded, ckpt: Checkpoint) -> None:
         raise Corrupt(f'"{codes}" holds the codes of "{weight.weight}", and there is a tensor of that name beside it.')
 
 
-class BoxReader:
-    """Reads boxes of tensors of a checkpoint with one reader, which compares the CRC32s of records that are read from
-    end to end. The last box of each part is kept where it is small, since the next page often needs the same."""
+class IndexedReader:
+    """Reads boxes of tensors of a checkpoint by the index that numpy has for them. The last box of each part is kept
+    where it is small, since the next page often needs the same."""
 
     def __init__(self, opened: OpenCheckpoint) -> None:
         self._opened = opened
-        self._reader: Reader | None = None
+        self._boxes = BoxReader(opened.checkpoint, opened.source, _FEW_BUFFERS)
         self._kept: dict[str, tuple[object, Array]] = {}
 
     def entry(self, name: str) -> TensorEntry:
@@ -233,28 +233,17 @@ class BoxReader:
 
     def _cut(self, name: str, index: tuple[int | slice, ...]) -> Array:
         """Read a box of a tensor that is not compressed."""
-        import numpy as np
-
-        ckpt, t = self._opened.checkpoint, self.entry(name)
-        if self._reader is None:
-            self._reader = Reader(self._opened.source, ckpt.files, ckpt.records, IOBudget(1, 1 << 20))
+        t = self.entry(name)
         full = (*index, *(slice(None) for _ in t.shape[len(index) :]))
         ranges = [range(n)[i] if isinstance(i, slice) else range(i, i + 1) for i, n in zip(full, t.shape, strict=True)]
-        box = tuple(r.start for r in ranges), tuple(map(len, ranges))
-        entry = replace(t, shape=box[1], chunks=cut_chunks(t, box))
-        out = np.empty(entry.nbytes, "u1")
-        at = 0
-        for block in self._reader.blocks([StreamJob(name, entry)]):
-            out[at : at + len(block.data)] = block.data
-            at += len(block.data)
-        numbers: Array = out.view(numpy_dtype(t.dtype))
-        return numbers.reshape([len(r) for r, i in zip(ranges, full, strict=True) if isinstance(i, slice)])
+        found = self._boxes.read(t, tuple(r.start for r in ranges), tuple(map(len, ranges)))
+        return found.reshape([len(r) for r, i in zip(ranges, full, strict=True) if isinstance(i, slice)])
 
 
 class _PartReader(NamedTuple):
     """Reads the tensors of one weight, by what they are in it: `decoding.Read`."""
 
-    boxes: BoxReader
+    boxes: IndexedReader
     parts: Mapping[str, str]
 
     def shape(self, part: str) -> tuple[int, ...]:

@@ -37,7 +37,7 @@ from ...huggingface import Config, encodings, hub_names, model_files
 from ...index.checkpoint import Checkpoint, Chunks, TensorEntry, joined
 from ...storage.overlay import ComputedSource, PagedFile
 from ...storage.source import Source
-from .decoding_weights import BoxReader
+from .decoding_weights import IndexedReader
 
 if TYPE_CHECKING:
     from ..copy.dtypes import Array
@@ -366,7 +366,7 @@ def quantize(opened: OpenCheckpoint, given: str | None) -> tuple[Checkpoint, Qua
         )
     wanted, made = set(chosen.weights), _Made(len(ckpt.files))
     of_codes: dict[str, list[float]] = {}
-    read = BoxReader(opened)
+    read = IndexedReader(opened)
     for name, t in ckpt.tensors.items():
         if t.path[0] == "model" and joined(t.path[1:]) in wanted:
             leads = product(*map(range, t.shape[:-2]))
@@ -420,7 +420,7 @@ class _Matrix:
     lead: tuple[int, ...]
     shape: tuple[int, ...]
     scheme: _Scheme
-    read: BoxReader
+    read: IndexedReader
     measured: dict[str, list[float]]
 
     @property
