@@ -208,6 +208,8 @@ def meta_model(config_dict: dict[str, Any]) -> Any:
     cls = next(
         (getattr(transformers, a) for a in config_dict.get("architectures") or () if hasattr(transformers, a)), None
     )
+    if cls is not None and not isinstance(config, cls.config_class):  # from_pretrained goes by the model_type, too
+        cls = None
     with torch.device("meta"):
         if cls is not None:
             model = cls._from_config(config)

@@ -439,6 +439,56 @@ def test_what_rounding_does_is_measured_and_counts_as_equal(saved: Callable[[str
     assert found.first_layer == "model.norm" and found.weights_differ == ["model.norm.weight"]
 
 
+def test_kernels_that_overflow_set_no_bound(saved: Callable[[str], Path], tmp_path: Path) -> None:
+    """eager attention in fp16 gives NaN here, sdpa does not: a bound of infinity would make all models equal."""
+
+    def enlarge(tensors: Tensors, config: dict[str, Any]) -> None:
+        tensors.update({n: t * 2000 for n, t in tensors.items() if "q_proj" in n or "k_proj" in n})
+
+    a = changed(saved("llama"), tmp_path / "a", enlarge)
+    found = ckpttool.compare(a, changed(a, tmp_path / "b", put("model.norm.weight", lambda w: w * 2)), dtype="fp16")
+    assert not found.equal and found.bound is not None and found.bound < 1
+    assert found.notes == ["A overflows float16 with eager attention for sdpa, which therefore says nothing about rounding"]
+    assert not any("eager" in n.what for n in found.noise)
+
+
+@pytest.mark.slow
+def test_a_tensor_of_an_expert_that_is_missing_is_named_as_in_the_file(
+    saved: Callable[[str], Path], tmp_path: Path
+) -> None:
+    name = "model.layers.1.block_sparse_moe.experts.2.w2.weight"
+    b = changed(saved("mixtral"), tmp_path / "b", lambda t, c: t.pop(name))
+    found = ckpttool.compare(saved("mixtral"), b)
+    assert found.misfit_b == {"model.layers.1.mlp.experts.down_proj": f'lacks "{name}"'} and not found.misfit_a
+    assert found.first_layer == "model.layers.1" and not found.equal
+
+
+@pytest.mark.slow
+def test_a_cap_of_the_logits_is_named_though_no_layer_differs(tmp_path: Path) -> None:
+    of("Gemma2ForCausalLM", "Gemma2Config", head_dim=8)().save_pretrained(tmp_path / "a")
+    b = changed(tmp_path / "a", tmp_path / "b", configured(final_logit_softcapping=0.01))
+    found = ckpttool.compare(tmp_path / "a", b)
+    assert not found.equal and found.first_layer is None and "every layer gives equal numbers" in found.notes[0]
+    assert found.config == {"final_logit_softcapping": (30.0, 0.01)} and "final_logit_softcapping" in str(found)
+
+
+@pytest.mark.slow
+def test_tied_weights_may_lie_under_any_of_their_names(saved: Callable[[str], Path], tmp_path: Path) -> None:
+    """Which of them a file has depends on the program that wrote it; from_pretrained takes each."""
+    for model, kept, other in (
+        ("t5 tied", "shared.weight", "decoder.embed_tokens.weight"),
+        ("llama tied", "model.embed_tokens.weight", "lm_head.weight"),
+    ):
+        if model == "t5 tied":
+            t5 = transformers.T5Config(vocab_size=131, d_model=32, d_kv=8, d_ff=48, num_layers=2, num_heads=4)
+            transformers.T5ForConditionalGeneration(t5).save_pretrained(a := tmp_path / "t5")
+        else:
+            a = saved(model)
+        b = changed(a, tmp_path / f"{model} b", lambda t, c, k=kept, o=other: t.update({o: t.pop(k)}))
+        found = ckpttool.compare(a, b)
+        assert found.largest == 0 and not found.weights_differ, str(found)
+
+
 @pytest.mark.slow
 def test_an_expert_that_no_token_reaches_is_named_all_the_same(saved: Callable[[str], Path], tmp_path: Path) -> None:
     (tmp_path / "ids").write_text("[5]\n")
@@ -448,7 +498,7 @@ def test_an_expert_that_no_token_reaches_is_named_all_the_same(saved: Callable[[
         b = changed(saved("mixtral"), tmp_path / f"b{k}", change)
         found = ckpttool.compare(saved("mixtral"), b, prompts=tmp_path / "ids")
         assert found.weights_differ == [f"{L1}.mlp.experts.down_proj"]
-        hidden += [k] if found.equal and "no prompt shows that 1 weight hold" in found.notes[0] else []
+        hidden += [k] if found.equal and "no prompt shows the other values of 1 weight" in found.notes[0] else []
     assert len(hidden) == 2
 
 
@@ -478,6 +528,16 @@ def test_prompts_are_ids_or_text_for_the_tokenizer_of_the_config(saved: Callable
     file.write_text("")
     with pytest.raises(UsageError, match="holds no prompt"):
         ckpttool.compare(a, a, prompts=file)
+    for line in ("[]", "[1.5]", '{"ids": [1]}'):
+        file.write_text(f"[1]\n{line}\n")
+        with pytest.raises(UsageError, match="is neither text nor a list of one or more token ids"):
+            ckpttool.compare(a, a, prompts=file)
+    file.write_text("[" + "1, " * 200 + "1]")
+    short = tmp_path / "gpt2"
+    config = transformers.GPT2Config(vocab_size=131, n_embd=32, n_layer=1, n_head=4, n_positions=64)
+    transformers.GPT2LMHeadModel(config).save_pretrained(short)
+    with pytest.raises(Unsupported, match="A prompt has 201 tokens, and the model 64 positions"):
+        ckpttool.compare(short, short, prompts=file)
 
 
 def test_another_seed_draws_other_tokens_and_the_same_one_the_same(saved: Callable[[str], Path]) -> None:
@@ -503,8 +563,11 @@ def test_a_config_of_another_model_is_refused_with_a_name(saved: Callable[[str],
         ckpttool.compare(tmp_path / "x.pt", saved("llama"))
     with pytest.raises(UsageError, match="int8': choose one of fp32"):
         ckpttool.compare(saved("llama"), saved("llama"), dtype="int8")
-    with pytest.raises(UsageError, match="device='nonsense'"):
-        ckpttool.compare(saved("llama"), saved("llama"), device="nonsense")
+    for device in ("nonsense", "meta"):
+        with pytest.raises(UsageError, match=f"device='{device}'"):
+            ckpttool.compare(saved("llama"), saved("llama"), device=device)
+    gpt2 = changed(saved("llama"), tmp_path / "gpt2", configured(model_type="gpt2"))  # what from_pretrained goes by
+    assert ckpttool.compare(saved("llama"), gpt2).misfit_b["transformer.wte.weight"] == "is missing"
 
 
 def test_a_model_under_another_architecture_is_compared_and_said(saved: Callable[[str], Path], tmp_path: Path) -> None:

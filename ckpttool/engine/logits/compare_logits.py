@@ -204,7 +204,7 @@ def compare_sides(
         out.equal = out.largest == 0
         if out.equal and out.weights_differ:
             many = count_noun(len(out.weights_differ), "weight")
-            out.notes.append(f"no prompt shows that {many} hold other values: {list_first(out.weights_differ)}")
+            out.notes.append(f"no prompt shows the other values of {many}: {list_first(out.weights_differ)}")
         if not out.equal or any(row.relative for row in rows):
             _measure_noise(model_a, a, inputs, recorded, logits, out)
             assert out.bound is not None and out.largest is not None and out.kl_max is not None
@@ -227,7 +227,7 @@ def _choose_device(asked: str) -> torch.device:
 
     try:
         device = torch.device(asked)
-        torch.empty(0, device=device)
+        torch.zeros(1, device=device).item()  # "meta" is a device that computes nothing
     except (RuntimeError, AssertionError) as e:
         raise UsageError(f"{argument('device', asked)}: {str(e).splitlines()[0]}") from None
     return device
@@ -406,9 +406,13 @@ def _measure_noise(
             continue
         finally:
             back()
-        out.noise.append(LogitNoise(what, _measure(logits, again)[0]))
+        largest = _measure(logits, again)[0]
+        if not math.isfinite(largest):  # a bound of infinity would make everything equal
+            out.notes.append(f"A overflows {out.dtype} with {what}, which therefore says nothing about rounding")
+            continue
+        out.noise.append(LogitNoise(what, largest))
         for row in rows:
-            noise[row.name] = max(noise.get(row.name, 0.0), row.relative)
+            noise[row.name] = max(noise.get(row.name, 0.0), row.relative if math.isfinite(row.relative) else 0.0)
     out.bound = _MARGIN * max((n.largest for n in out.noise), default=0.0)
     most = 0.0
     for row in out.layers:  # what comes in with it, a layer hands on
@@ -437,7 +441,8 @@ def _other_ways(model: StreamedModel) -> list[tuple[str, Callable[[], Any], Call
 def _name_first_layer(model: StreamedModel, a: ModelSide, b: ModelSide, out: LogitComparison) -> None:
     """Find the first layer that differs by more than rounding, or at all, and what explains it."""
     first = next((row for row in out.layers if row.exceeds), None) or next((r for r in out.layers if r.relative), None)
-    if first is None:
+    if first is None:  # a cap or a factor of the logits
+        out.notes.append("every layer gives equal numbers: the logits differ by what is done to them after the last one")
         return
     out.first_layer = first.name
     out.causes = explain_layer(model, a, b, first.name)

@@ -83,11 +83,9 @@ def make_inputs(
     size = _count_vocabulary(model)
     images, image = _make_pixels(streamed, side, takes, random) if "pixel_values" in takes else ({}, [])
     special = [text[k] for k in _SPECIAL if isinstance(text.get(k), int) and 0 <= text[k] < size]
-    most = text.get("max_position_embeddings", text.get("n_positions"))
-    most = most if isinstance(most, int) else 1 << 20
     reserved = {v for k, v in text.items() if k.endswith(("_token_id", "_token_index")) and isinstance(v, int)}
     if prompts is None:
-        prompts = [_draw_prompt(random, min(n, most), size, special, reserved) for n in _LENGTHS]
+        prompts = [_draw_prompt(random, min(n, streamed.positions), size, special, reserved) for n in _LENGTHS]
     if (bad := next((i for row in prompts for i in row if not 0 <= i < size), None)) is not None:
         raise UsageError(f"{argument('prompts')}: token {bad} is outside the vocabulary of {size:,} rows.")
     if image:
@@ -238,7 +236,11 @@ def read_prompts(path: str | os.PathLike[str], config: str | None) -> list[list[
 
 
 def _parse_prompt(line: str) -> str | list[int]:
-    """Parse a line of a file of prompts: ids, or text."""
+    """Parse a line of a file of prompts: ids, or text.
+
+    Raises:
+        UsageError: it is JSON, but neither of the two.
+    """
     if not line.startswith(("[", "{", '"')):
         return line
     try:
@@ -251,7 +253,7 @@ def _parse_prompt(line: str) -> str | list[int]:
         return found
     if isinstance(found, list) and found and all(type(i) is int for i in found):
         return found
-    return line
+    raise UsageError(f"{argument('prompts')}: {line[:80]!r} is neither text nor a list of one or more token ids.")
 
 
 def _load_tokenizer(config: str | None, path: str | os.PathLike[str]) -> Any:

@@ -21,7 +21,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from ...errors import Unsupported, argument
-from ...huggingface.hub_names import meta_model
+from ...huggingface.hub_names import meta_model, relate
 from .sides import ModelSide
 
 if TYPE_CHECKING:
@@ -34,6 +34,7 @@ __all__ = ["Sink", "StreamedModel", "list_tensors"]
 #: Gets (name of a layer, its outputs) when the layer has been computed; "#2" is put behind the name at its second call.
 Sink = Callable[[str, "list[torch.Tensor]"], None]
 
+_UNKNOWN = "is no weight of the model"
 #: transformers ignores these where older versions saved them.
 _NOT_WANTED = re.compile(r"(^|\.)(rotary_emb\.inv_freq|position_ids)$")
 
@@ -92,11 +93,18 @@ class StreamedModel:
         """The names of persistent buffers, which a checkpoint may have."""
         return {n for layer in self.layers.values() for n, place in layer.items() if place[2]}
 
+    @property
+    def positions(self) -> int:
+        """The most tokens of a prompt, by its config; a large number where that has no limit."""
+        most = getattr(self.model.config.get_text_config(), "max_position_embeddings", None)
+        return most if isinstance(most, int) else 1 << 20
+
     def name_in(self, side: ModelSide, name: str) -> str | None:
-        """Return the name under which a side has a weight: its own, or the one that it is tied to; None where it has
+        """Return the name under which a side has a weight: its own, or one that it is tied to; None where it has
         neither."""
-        tensors = side.opened.checkpoint.tensors
-        return next((n for n in (name, self.tied.get(name)) if n is not None and f"model.{n}" in tensors), None)
+        kept = self.tied.get(name, name)
+        names = (name, kept, *(n for n, of in self.tied.items() if of == kept))
+        return next((n for n in names if f"model.{n}" in side.opened.checkpoint.tensors), None)
 
     def find_misfit(self, side: ModelSide) -> dict[str, str]:
         """Find the weights of a side that are not as the model has them, {name: "is missing", ...}, missing ones
@@ -108,8 +116,21 @@ class StreamedModel:
             if n in wanted and t.shape != wanted[n]:
                 out[n] = f"is {list(t.shape)}, and the model has {list(wanted[n])}"
             elif n not in known and not _NOT_WANTED.search(n) and not any(re.search(p, n) for p in ignored):
-                out[n] = "is no weight of the model"
-        return out
+                out[n] = _UNKNOWN
+        return self._name_missing_parts(side, out)
+
+    def _name_missing_parts(self, side: ModelSide, misfit: dict[str, str]) -> dict[str, str]:
+        """Return a misfit with the tensors of the Hub that are missing: without all of them, none was joined to the
+        parameters, and every parameter seems to be missing."""
+        try:
+            views = relate(side.config, None).views if {"is missing", _UNKNOWN} <= set(misfit.values()) else {}
+        except Unsupported:
+            return misfit
+        if not any(n in side.tensors and view.of != n for n, view in views.items()):
+            return misfit
+        lacking = {view.of: n for n, view in reversed(views.items()) if n not in side.tensors}
+        out = {n: how if lacking[n] == n else f'lacks "{lacking[n]}"' for n, how in misfit.items() if n in lacking}
+        return out | {n: how for n, how in misfit.items() if how != "is missing" and n not in views}
 
     def refuse_misfit(self, side: ModelSide, misfit: dict[str, str]) -> None:
         """Refuse a config that is that of another model.
@@ -148,9 +169,11 @@ class StreamedModel:
                 KeyError,
                 IndexError,
             ) as e:
+                most, tokens = self.positions, given["input_ids"].shape[1]
                 raise Unsupported(
                     f"{type(self.model).__name__} cannot be run layer by layer on {', '.join(given)}: "
                     f"{type(e).__name__}: {str(e).splitlines()[0] if str(e) else ''}"
+                    + (f". A prompt has {tokens:,} tokens, and the model {most:,} positions." if tokens > most else "")
                 ) from e
         logits = getattr(out, "logits", None)
         found: torch.Tensor = (out[0] if logits is None else logits).float().cpu()
