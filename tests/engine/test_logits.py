@@ -671,6 +671,22 @@ def test_a_result_that_computes_something_else_is_not_committed(
     done = ckpttool_here("convert", saved("llama"), tmp_path / "out", "--to", "hf", "--prove-logits")
     assert done.returncode == 5 and "A is the source and B the result. Nothing was left there." in done.stderr
 
+    def spoil_unused(self: LogitProof, path: str, *rest: Any) -> Any:
+        tensors = load_file(f"{path}/{WEIGHTS}")
+        tensors["model.embed_tokens.weight"][unused, 3] *= 2
+        save_file(tensors, f"{path}/{WEIGHTS}", metadata={"format": "pt"})
+        return prove(self, path, *rest)
+
+    side = open_side("A", saved("llama"), OpenOptions(), WriteRequest(to="hf"))
+    with side.opened:
+        model = streaming.StreamedModel.of_config(side.config, torch.float32, torch.device("cpu"))
+        used = compare_logits.make_inputs(model, side, None, 0).tensors["input_ids"]
+    unused = min(set(range(131)) - set(used.flatten().tolist()))
+    monkeypatch.setattr(LogitProof, "prove", spoil_unused)
+    with pytest.raises(Differs, match=r"other values in 1 weight that no prompt shows: model.embed_tokens.weight"):
+        ckpttool.convert(saved("llama"), tmp_path / "out", to="hf", prove_logits=True)
+    assert list(tmp_path.iterdir()) == []
+
 
 def test_what_cannot_be_proven_is_refused_before_anything_is_written(
     saved: Callable[[str], Path], tmp_path: Path

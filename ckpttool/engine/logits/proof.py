@@ -14,6 +14,7 @@ from ...errors import Differs
 from ...extras import require_packages
 from ...layouts import Layout
 from ...options import HUB_LAYOUT, CompareRequest, OpenOptions, Progress, WriteRequest
+from ...printable import count_noun, list_first
 from ...storage import urls
 from ..opening import CheckpointPath
 from .compare_logits import LogitComparison, compare_sides
@@ -50,7 +51,8 @@ class LogitProof:
         """Compare the source with the result at `path`, and return what ckpttool.json and --json say of it.
 
         Raises:
-            Differs: they compute something else; with the first layer that does, and what explains it.
+            Differs: they compute something else; with the first layer that does, and what explains it. Or they have
+                other values that no prompt shows.
             CkpttoolError: one of the two cannot be read.
         """
         a = self._open_source()
@@ -65,7 +67,7 @@ class LogitProof:
             with closing(b.opened):
                 a.config, a.rounded_to = b.config, b
                 found = compare_sides(a, b, CompareRequest(), progress)
-        if not found.equal:
+        if not found.equal or (found.largest == 0 and found.weights_differ):  # an expert that no prompt was sent to
             raise Differs(_explain(found, path))
         return found.summarise()
 
@@ -85,6 +87,9 @@ def _explain(found: LogitComparison, path: str) -> str:
     if found.largest is not None and found.bound is not None:
         numbers = f"logits differ by {found.largest:.3g}, by rounding at most {found.bound:.3g}; "
     causes = "; ".join(f"{c.name} {c.how}" for c in found.causes[:4]) or "no weight of it differs"
+    if found.equal:
+        many = count_noun(len(found.weights_differ), "weight")
+        return f"the result has other values in {many} that no prompt shows: {list_first(found.weights_differ)}. {left}"
     return (
         f"the result does not compute what the source computes: {numbers}the first layer that differs is "
         f"{found.first_layer}: {causes}. In this comparison, A is the source and B the result. {left}"
