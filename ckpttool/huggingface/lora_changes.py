@@ -139,13 +139,14 @@ def plan_changes(
     on_hub = {piece.module: (parameter, piece) for parameter, several in pieces.items() for piece in several}
     for name, saved in adapters.items():
         one = _Adapter(name, saved, configs[name], lora.group_by_wrapper(saved))
-        parameters = find_parameters(one.wrappers, saved, one.config, base)
-        stacks: dict[str, list[tuple[Piece, str]]] = {}
-        for wrapper, kinds in one.wrappers.items():
+        for wrapper, kinds in one.wrappers.items():  # all of them first: how one is stored, others may tell
             if not {"a", "b"} <= kinds.keys():
                 raise Corrupt(
                     f'"{wrapper}": the adapter has only {", ".join(sorted(kinds.values()))}. The file is incomplete.'
                 )
+        parameters = find_parameters(one.wrappers, saved, one.config, base)
+        stacks: dict[str, list[tuple[Piece, str]]] = {}
+        for wrapper, kinds in one.wrappers.items():
             if wrapper in on_hub:
                 stacks.setdefault(on_hub[wrapper][0], []).append((on_hub[wrapper][1], wrapper))
                 continue

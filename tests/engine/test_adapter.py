@@ -370,6 +370,19 @@ def test_an_adapter_config_that_is_of_another_adapter_is_found_out(
     refused(tmp_path, text, Corrupt)
 
 
+def test_half_a_lora_behind_a_square_one_is_refused(tmp_path: Path) -> None:
+    """How a square weight is stored, the other modules tell; one of them has no lora_B here."""
+    base, adapter = small(tmp_path)
+    square, broken = (f"model.layers.{k}.mlp.fc" for k in (0, 1))
+    weights = {f"{n}.weight": torch.ones(4, 4) for n in (square, broken)}
+    save_file({**load_file(base / WEIGHTS), **weights}, base / WEIGHTS)
+    file = adapter / "adapter_model.safetensors"
+    lora = {f"{square}.lora_A.weight": torch.ones(2, 4), f"{square}.lora_B.weight": torch.ones(4, 2),
+            f"{broken}.lora_A.weight": torch.ones(2, 4)}  # fmt: skip
+    save_file({**load_file(file), **{f"base_model.model.{n}": t for n, t in lora.items()}}, file)
+    refused(tmp_path, rf'{broken}".* has only .*lora_A.weight. The file is incomplete', Corrupt)
+
+
 def test_tensors_that_do_not_fit_the_base_model_are_refused(tmp_path: Path) -> None:
     def case(label: str, text: str, error: type[CkpttoolError], change: Callable[[dict[str, Any]], Any]) -> None:
         _, adapter = small(tmp_path / label)

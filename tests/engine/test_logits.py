@@ -24,7 +24,7 @@ import ckpttool
 from ckpttool.engine.logits import compare_logits, streaming
 from ckpttool.engine.logits.proof import LogitProof
 from ckpttool.engine.logits.sides import open_side
-from ckpttool.errors import Differs, Unsupported, UsageError
+from ckpttool.errors import Differs, NoSpace, Unsupported, UsageError
 from ckpttool.options import OpenOptions, WriteRequest
 
 transformers = pytest.importorskip("transformers")
@@ -448,7 +448,9 @@ def test_kernels_that_overflow_set_no_bound(saved: Callable[[str], Path], tmp_pa
     a = changed(saved("llama"), tmp_path / "a", enlarge)
     found = ckpttool.compare(a, changed(a, tmp_path / "b", put("model.norm.weight", lambda w: w * 2)), dtype="fp16")
     assert not found.equal and found.bound is not None and found.bound < 1
-    assert found.notes == ["A overflows float16 with eager attention for sdpa, which therefore says nothing about rounding"]
+    assert found.notes == [
+        "A overflows float16 with eager attention for sdpa, which therefore says nothing about rounding"
+    ]
     assert not any("eager" in n.what for n in found.noise)
 
 
@@ -594,6 +596,13 @@ def test_a_reference_that_is_not_a_number_is_refused(saved: Callable[[str], Path
     assert not found.equal and found.first_layer == "model.norm" and found.to_json()["largest"] == "inf"
 
 
+def test_a_full_disk_is_named(saved: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    full = open("/dev/full", "r+b", buffering=0)  # noqa: SIM115  (compare closes it)
+    monkeypatch.setattr(compare_logits.tempfile, "TemporaryFile", lambda **_: full)
+    with pytest.raises(NoSpace, match=r"temporary file in .*No space left on device. Set TMPDIR"):
+        ckpttool.compare(saved("llama"), saved("llama"))
+
+
 def test_a_weight_that_is_used_outside_its_layer_is_never_what_memory_held(
     saved: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -694,6 +703,8 @@ def test_what_cannot_be_proven_is_refused_before_anything_is_written(
     torch.save({"model": load_file(saved("llama") / WEIGHTS)}, tmp_path / "x.pt")
     with pytest.raises(UsageError, match=r"has no config\.json"):
         ckpttool.convert(tmp_path / "x.pt", tmp_path / "out", to="dcp", world_size=1, prove_logits=True)
+    with pytest.raises(UsageError, match=r"quantize='fp8-block' the result never computes the same"):
+        ckpttool.convert(saved("llama"), tmp_path / "out", to="hf", quantize="fp8-block", prove_logits=True)
     other = changed(saved("llama"), tmp_path / "other", lambda t, c: c.update(num_hidden_layers=2))
     with pytest.raises(Unsupported, match=r'"model.layers.2.*" is no weight of the model'):
         ckpttool.convert(

@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field
 from typing import IO, TYPE_CHECKING, Any
 
-from ...errors import Unsupported, UsageError, argument
+from ...errors import Unsupported, UsageError, argument, kind_of_failure
 from ...options import CompareRequest, Progress
 from ...printable import Shown, count_noun, list_first
 from .causes import LayerCause, explain_layer, find_config_differences
@@ -188,7 +188,7 @@ def compare_sides(
     inputs = make_inputs(model_a, a, prompts, request.seed)
     out.prompts, out.tokens = inputs.prompts, inputs.tokens
     _count_bytes((a, b), progress)
-    with tempfile.TemporaryFile() as file:
+    with tempfile.TemporaryFile(buffering=0) as file:
         recorded = _Recording(file, inputs)
         logits = inputs.rows_of(model_a.run(a, inputs, recorded.add))
         rows: list[LayerDifference] = []
@@ -304,11 +304,21 @@ class _Recording:
         self._places: dict[str, list[tuple[int, tuple[int, ...]]]] = {}
 
     def add(self, layer: str, outputs: list[torch.Tensor]) -> None:
-        """Keep what a layer of A returned."""
+        """Keep what a layer of A returned.
+
+        Raises:
+            NoSpace: the disk of the temporary file is full.
+        """
         for found in outputs:
             rows = self._inputs.rows_of(found).float().cpu().contiguous()
             self._places.setdefault(layer, []).append((self._file.tell(), tuple(rows.shape)))
-            self._file.write(rows.numpy().data)
+            left = memoryview(rows.numpy().tobytes())
+            try:
+                while left:
+                    left = left[self._file.write(left) :]
+            except OSError as e:
+                where = f"the temporary file in {tempfile.gettempdir()}, for the outputs of A's layers"
+                raise kind_of_failure(e)(f"{where}: {e.strerror}. Set TMPDIR to a folder with more room.") from e
 
     def comparing(self, rows: list[LayerDifference]) -> Callable[[str, list[torch.Tensor]], None]:
         """Return a sink that compares what layers return with what A's did, and adds a row for each to `rows`. Layers
@@ -442,7 +452,7 @@ def _name_first_layer(model: StreamedModel, a: ModelSide, b: ModelSide, out: Log
     """Find the first layer that differs by more than rounding, or at all, and what explains it."""
     first = next((row for row in out.layers if row.exceeds), None) or next((r for r in out.layers if r.relative), None)
     if first is None:  # a cap or a factor of the logits
-        out.notes.append("every layer gives equal numbers: the logits differ by what is done to them after the last one")
+        out.notes.append("every layer gives equal numbers: the logits differ by what is done to them at the end")
         return
     out.first_layer = first.name
     out.causes = explain_layer(model, a, b, first.name)

@@ -10,7 +10,7 @@ from contextlib import closing
 from dataclasses import dataclass
 from typing import Any
 
-from ...errors import Differs
+from ...errors import Differs, UsageError, argument
 from ...extras import require_packages
 from ...layouts import Layout
 from ...options import HUB_LAYOUT, CompareRequest, OpenOptions, Progress, WriteRequest
@@ -37,11 +37,18 @@ class LogitProof:
 
         Raises:
             MissingPackage: torch or transformers is not installed.
-            UsageError: there is no config.json. Unsupported: the weights are not those of its model.
+            UsageError: there is no config.json, or weights are to be quantised. Unsupported: the weights are not those
+                of its model.
         """
         require_packages("proving that the result computes the same", "torch", "transformers")
         import torch
 
+        if self.writing.quantize is not None:
+            raise UsageError(
+                f"{argument('prove_logits', True)}: with {argument('quantize', self.writing.quantize)} the result "
+                "never computes the same. Leave one of the two out; what rounding to codes costs, `ckpttool compare SRC DST "
+                "--max-kl NATS` tells."
+            )
         side = self._open_source()
         with closing(side.opened):
             model = StreamedModel.of_config(side.config, torch.float32, torch.device("cpu"))
