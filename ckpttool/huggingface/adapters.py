@@ -90,7 +90,7 @@ def keep_adapter_only(ckpt: Checkpoint, config: dict[str, Any], wanted: str | No
     renamed = {f"model.{n}": f"model.{s}" for n, s in saved.items()}
     called = f' "{adapter}"' if adapter else ""
     left = len(ckpt.tensors) + len(ckpt.values) - len(renamed)
-    note = f"the adapter{called} alone: {len(renamed)} tensors; {left:,} other entries are left behind"
+    note = f"the adapter{called} alone: {len(renamed)} tensors" + (f"; {left:,} others are left behind" if left else "")
     others = {p[2] for n in names if (p := _split_name(n, prefix)) is not None and p[2] not in (None, adapter)}
     if others:
         note += f", the adapters {', '.join(sorted(map(str, others)))} among them"

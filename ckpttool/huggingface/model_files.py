@@ -177,7 +177,8 @@ def find_model_files(source: Source, given: str | None, notes: list[str]) -> Mod
             continue
         if config and "model_type" in config:
             where = os.path.relpath(os.path.join(source.root, below), source.root)
-            notes.append(f"config and tokenizer files taken from {where!r} beside the source")
+            place = "the folder of the source" if where == "." else f"{where!r}, from the source"
+            notes.append(f"config and tokenizer files taken from {place}")
             notes += new_notes
             return ModelFiles(config, files, where)
     notes.append(

@@ -214,6 +214,8 @@ def test_codes_are_computed_as_the_numbers_that_they_stand_for(saved: Callable[[
     rounded = ckpttool.compare(saved("llama"), coded, max_kl=0.1)  # what the codes have lost
     assert rounded.equal and rounded.kl_max is not None and rounded.kl_max > 1e-7
     assert not ckpttool.compare(saved("llama"), coded, max_kl=rounded.kl_max / 2).equal
+    with pytest.raises(UsageError, match="at least 0"):  # no number is below NaN
+        ckpttool.compare(saved("llama"), coded, max_kl=float("nan"))
 
 
 @pytest.mark.slow

@@ -8,6 +8,7 @@ from dataclasses import fields
 from functools import partial
 from typing import Unpack
 
+from ...errors import UsageError, argument
 from ...extras import require_packages
 from ...options import (
     HUB_LAYOUT,
@@ -66,6 +67,8 @@ def compare(
     """
     require_packages("ckpttool compare", "torch", "transformers")
     request = CompareRequest(**{f.name: keywords[f.name] for f in fields(CompareRequest) if f.name in keywords})  # type: ignore[literal-required]
+    if request.max_kl is not None and not request.max_kl >= 0:
+        raise UsageError(f"{argument('max_kl', request.max_kl)}: it must be a number, and at least 0.")
     reading, _, running = split_keywords({k: v for k, v in keywords.items() if k != "dtype"})
     writing = WriteRequest(to=HUB_LAYOUT, map=keywords.get("map"))
     with ExitStack() as stack:
