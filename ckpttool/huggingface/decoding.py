@@ -178,6 +178,7 @@ def _scale_blocks(weight: Encoded, numbers: Array, rows: Rows, read: Read) -> Ar
 
     assert weight.block is not None
     if "zero_point" in weight.parts:
+        _check_alike(weight, read)
         zeros = _read_grid("zero_point", rows, weight.block[0], read).astype("f4")
         _combine(np.subtract, numbers, zeros, weight.block, rows.first)
     scale = scale_numbers(_read_grid("scale", rows, weight.block[0], read))
@@ -186,6 +187,20 @@ def _scale_blocks(weight: Encoded, numbers: Array, rows: Rows, read: Read) -> Ar
     with np.errstate(all="ignore"):
         _combine(np.multiply, numbers, scale, weight.block, rows.first)
     return numbers
+
+
+def _check_alike(weight: Encoded, read: Read) -> None:
+    """Check that there are as many zero points as scales, in one shape, so that none stands for others.
+
+    Raises:
+        Corrupt: there are not.
+    """
+    zeros, scales = read.shape("zero_point"), read.shape("scale")
+    if zeros != scales:
+        raise Corrupt(
+            f'"{weight.parts["zero_point"]}" has zero points in {list(zeros)}, and "{weight.parts["scale"]}" scales in '
+            f"{list(scales)}."
+        )
 
 
 def _rounded(numbers: Array, dtype: str) -> Array:
@@ -218,6 +233,14 @@ def _compute_fp4(weight: Encoded, rows: Rows, read: Read) -> Array:
     numbers = _fp4_numbers(_read_codes(rows, read))
     scale = scale_numbers(_read_grid("scale", rows, weight.block[0], read))
     of_whole = next((part for part in ("scale_2", "global_scale") if part in weight.parts), None)
+    lead = read.shape("codes")[:-2]
+    if of_whole is None and weight.scheme.startswith("nvfp4") and not weight.parts["codes"].endswith("qdata"):
+        raise Corrupt(
+            f'"{weight.parts["codes"]}" is nvfp4 without the scale of the whole weight (weight_global_scale or '
+            "weight_scale_2), so that its numbers are not known."
+        )
+    if of_whole is not None and prod(read.shape(of_whole)) not in (1, prod(lead)):
+        raise Corrupt(f'"{weight.parts[of_whole]}" has {list(read.shape(of_whole))} numbers, and one scales a weight.')
     with np.errstate(all="ignore"):
         if of_whole == "scale_2":
             scale *= _read_grid(of_whole, rows, rows.end, read)
@@ -284,6 +307,7 @@ def _compute_packed(weight: Encoded, rows: Rows, read: Read) -> Array:
         if packed.dtype == np.int32:
             zeros = unpack_bits(packed.T, bits, weight.shape[-2]).T[rows.first : rows.end].astype("f4")
         else:
+            _check_alike(weight, read)
             zeros = _read_grid("zero_point", rows, 1, read).astype("f4") + middle
     block = (1, -(-columns // scale.shape[1]))
     if "g_idx" in weight.parts and scale.shape[1] > 1 and (order := read("g_idx")).min() >= 0:
@@ -337,13 +361,15 @@ def _compute_awq(weight: Encoded, rows: Rows, read: Read) -> Array:
 
 class _QuantState(NamedTuple):
     """What bitsandbytes says of a weight of four bits: the shape and dtype of the parameter, numbers of a block, and,
-    where absmax is quantised itself, those of its blocks and what is added to all (0: it is not)."""
+    where absmax is quantised itself, those of its blocks and what is added to all (0: it is not); `item` is the bytes
+    of an element of the codes."""
 
     shape: tuple[int, ...]
     dtype: str
     block: int
     nested_block: int
     offset: float
+    item: int
 
 
 def _read_quant_state(weight: Encoded, read: Read) -> _QuantState:
@@ -366,30 +392,27 @@ def _read_quant_state(weight: Encoded, read: Read) -> _QuantState:
             int(found["blocksize"]),
             int(found["nested_blocksize"]) if nested else 0,
             float(found["nested_offset"]) if nested else 0.0,
+            read("codes", *(slice(0, 1) for _ in read.shape("codes"))).itemsize,
         )
     except (KeyError, TypeError, ValueError) as e:
         raise Corrupt(f'"{where}" is not what bitsandbytes writes ({type(e).__name__}: {e}).') from None
     if out.dtype not in ("float32", "float16", "bfloat16") or out.block < 1 or out.nested_block < nested:
         raise Corrupt(f'"{where}" is not what bitsandbytes writes: {found}.')
+    size, codes, blocks = prod(shape), read.shape("codes"), read.shape("scale")[0]
+    if prod(codes) != -(-size // (2 * out.item)) or max(codes) != prod(codes) or blocks != -(-size // out.block):
+        raise Corrupt(
+            f'"{weight.parts["codes"]}" is {list(codes)} of {out.item} bytes with {blocks} scales, and a parameter of '
+            f"{list(shape)} in blocks of {out.block} has others."
+        )
     return out
 
 
 def _compute_bnb_4bit(weight: Encoded, rows: Rows, read: Read) -> Array:
-    """Compute rows of NF4 or FP4, rounded to the dtype of its quant_state: parts of a flat tensor.
-
-    Raises:
-        Corrupt: there are more or fewer codes or scales than the parameter has.
-    """
+    """Compute rows of NF4 or FP4, rounded to the dtype of its quant_state: parts of a flat tensor."""
     import numpy as np
 
-    state, codes, columns = _read_quant_state(weight, read), read.shape("codes"), (1, *(weight.shape or ()))[-1]
-    item = read("codes", *(slice(0, 1) for _ in codes)).itemsize
-    size, blocks = prod(state.shape), read.shape("scale")[0]
-    if prod(codes) != -(-size // (2 * item)) or max(codes) != prod(codes) or blocks != -(-size // state.block):
-        raise Corrupt(
-            f'"{weight.parts["codes"]}" is {list(codes)} of {item} bytes with {blocks} scales, and a parameter of '
-            f"{list(state.shape)} in blocks of {state.block} has others."
-        )
+    state, columns = _read_quant_state(weight, read), (1, *(weight.shape or ()))[-1]
+    codes, item = read.shape("codes"), state.item
     matrix = int(np.ravel_multi_index(rows.lead, weight.shape[:-2])) if rows.lead and weight.shape else 0
     above = matrix * (weight.shape or (1, 1))[-2] if rows.lead else 0
     first, end = (above + rows.first) * columns, (above + rows.end) * columns

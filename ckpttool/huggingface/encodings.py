@@ -308,7 +308,7 @@ def find_in_checkpoint(ckpt: Checkpoint, config: Config | None) -> Encodings:
 def find_in_tensors(tensors: Mapping[str, TensorEntry], config: Config | None = None) -> Encodings:
     """Find the encoded weights among tensors, {name: tensor}; linear in their number. `config` is the
     quantization_config beside them, None where there is none."""
-    config = config or {}
+    config = config if isinstance(config, dict) else {}
     method = str(config.get("quant_method") or "of no name") if config else None
     quantised = method is not None and method not in _AT_LOAD
     said = _parse_quantization_config(config)

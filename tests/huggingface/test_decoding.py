@@ -546,3 +546,48 @@ def test_what_inspect_counts_takes_time_in_proportion(tmp_path: Path) -> None:
     said = ckpttool.inspect(source).encoding or {}
     assert said["parameters"] == said["encoded_parameters"] == 64_000 and said["encoded_bits_per_parameter"] == 16
     assert time.process_time() - begin < 15
+
+
+def without(end: str) -> Callable[[dict[str, Tensor]], object]:
+    return lambda t: t.pop(next(n for n in t if n.endswith(end)))
+
+
+def with_other(end: str, change: Callable[[Tensor], Tensor]) -> Callable[[dict[str, Tensor]], object]:
+    """The first tensor with such an ending is another one."""
+
+    def put(tensors: dict[str, Tensor]) -> None:
+        name = next(n for n in tensors if n.endswith(end))
+        tensors[name] = change(tensors[name]).contiguous()
+
+    return put
+
+
+#: {case: (fixture, what is damaged, the error's words)}
+DAMAGED: dict[str, tuple[str, Callable[[dict[str, Tensor]], object], str]] = {
+    "no scale of the whole": ("quantised/ct_nvfp4/ckpt", without("weight_global_scale"), "nvfp4 without the scale of the whole weight"),
+    "three of them": ("quantised/ct_nvfp4/ckpt", with_other("weight_global_scale", lambda x: x.reshape(1).repeat(3)), "3.* numbers, and one scales a weight"),
+    "fewer zero points": ("quantised/ct_w4_group_asym/ckpt", with_other("weight_zero_point", lambda x: x[:-1]), "contradict each other"),
+    "one row of zero points": ("quantised/ct_int8_group_asym/ckpt", with_other("weight_zero_point", lambda x: x[:1]), "zero points in .* scales in"),
+    "a short table": ("packed/bnb_nf4", with_other("quant_map", lambda x: x[:3]), "contradict each other"),
+    "no nested scales": ("packed/bnb_nf4", with_other("nested_absmax", lambda x: x[:0]), "contradict each other"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", DAMAGED)
+def test_tensors_that_contradict_each_other_are_corrupt_and_never_stretched(case: str, tmp_path: Path) -> None:
+    name, damage, text = DAMAGED[case]
+    tensors = load_file(FIXTURES / name / "model.safetensors")
+    damage(tensors)
+    (tmp_path / "in").mkdir()
+    save_file(tensors, tmp_path / "in" / "model.safetensors", metadata={"format": "pt"})
+    (tmp_path / "in" / "config.json").write_bytes((FIXTURES / name / "config.json").read_bytes())
+    with pytest.raises(Corrupt, match=text):
+        ckpttool.convert(tmp_path / "in", tmp_path / "out", to="hf", dequantize=["*"])
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("quantization", ["fp8", [1], 3])
+def test_a_quantization_config_that_is_no_object_says_nothing(quantization: Any, tmp_path: Path) -> None:
+    source = folder(tmp_path / "in", {W: fp8, f"{W}_scale": grid[0, 0]}, quantization)
+    done = ckpttool.convert(source, tmp_path / "out.pt", to="full", dequantize=["*"])
+    assert ckpttool.inspect(source).encoding["weights"] == 1 and any("computed numbers" in n for n in done.notes)

@@ -277,7 +277,13 @@ def _make_pages(weight: Encoded, read: _PartReader) -> PagedFile:
             matrix, row = divmod(at, rows_each)
             stop = min(rows_each, row + end - at)
             lead = tuple(int(i) for i in np.unravel_index(matrix, leading))
-            numbers = formula.compute(weight, Rows(lead, row, stop), read)
+            try:
+                numbers = formula.compute(weight, Rows(lead, row, stop), read)
+            except (ValueError, IndexError) as e:  # of numpy: what a formula does not check by itself
+                raise Corrupt(
+                    f'"{weight.weight}": the tensors that it is encoded in contradict each other ({e}): '
+                    + ", ".join(f"{n} {list(read.shape(part))}" for part, n in weight.parts.items())
+                ) from None
             into = out[(at - first) * row_bytes : (at - first + stop - row) * row_bytes]
             _store_numbers(numbers, weight.rounded, into, weight.dtype)
             at += stop - row
