@@ -290,7 +290,11 @@ def _fitting_bits(count: int, words: int) -> list[int]:
 
 
 def _compute_packed(weight: Encoded, rows: Rows, read: Read) -> Array:
-    """Compute rows of densely packed integers."""
+    """Compute rows of densely packed integers.
+
+    Raises:
+        Corrupt: zero points or the groups of columns do not fit the codes.
+    """
     import numpy as np
 
     assert weight.shape is not None
@@ -307,15 +311,26 @@ def _compute_packed(weight: Encoded, rows: Rows, read: Read) -> Array:
         if packed.dtype == np.int32:
             zeros = unpack_bits(packed.T, bits, weight.shape[-2]).T[rows.first : rows.end].astype("f4")
         else:
-            _check_alike(weight, read)
             zeros = _read_grid("zero_point", rows, 1, read).astype("f4") + middle
     block = (1, -(-columns // scale.shape[1]))
-    if "g_idx" in weight.parts and scale.shape[1] > 1 and (order := read("g_idx")).min() >= 0:
+    order = read("g_idx") if "g_idx" in weight.parts and scale.shape[1] > 1 else None
+    odd = "" if zeros.shape in ((1, 1), (len(codes), 1), (len(codes), scale.shape[1])) else "zero_point"
+    if order is not None and not (order == -1).any() and not _names_groups(order, columns, scale.shape[1]):
+        odd = "g_idx"
+    if odd:
+        raise Corrupt(f'"{weight.parts[odd]}" does not fit {list(weight.shape)} codes in {scale.shape[1]:,} groups.')
+    if order is not None and not (order == -1).any():
         scale, block = scale[:, order], (1, 1)
         zeros = zeros[:, order] if zeros.shape[1] > 1 else zeros
     _combine(np.subtract, numbers, zeros, block, 0)
     _combine(np.multiply, numbers, scale, block, 0)
     return numbers
+
+
+def _names_groups(order: Array, columns: int, groups: int) -> bool:
+    """Tell whether `order` names one of so many groups for each column."""
+    fits = order.shape == (columns,) and order.dtype.kind in "iu"
+    return bool(fits and (not columns or 0 <= order.min() <= order.max() < groups))
 
 
 def _read_transposed(weight: Encoded, rows: Rows, per_word: Fraction, read: Read) -> tuple[Array, Array, Array, Array]:
@@ -326,7 +341,7 @@ def _read_transposed(weight: Encoded, rows: Rows, per_word: Fraction, read: Read
         per_word: columns of the zero points in a word.
 
     Raises:
-        Corrupt: g_idx names a group that has no scale.
+        Corrupt: g_idx names a group that has no scale, or zero points are more or fewer than the scales.
     """
     import numpy as np
 
@@ -339,11 +354,14 @@ def _read_transposed(weight: Encoded, rows: Rows, per_word: Fraction, read: Read
     codes = read("codes")[:, of_codes] if small else read("codes", slice(None), of_codes)
     groups = read("g_idx") if "g_idx" in weight.parts else np.arange(weight.shape[1]) // weight.block[1]
     scales = read("scale")[:, here]
-    if len(groups) != weight.shape[1] or (len(groups) and not 0 <= groups.min() <= groups.max() < len(scales)):
+    if not _names_groups(groups, weight.shape[1], len(scales)):
         raise Corrupt(
             f'"{weight.parts.get("g_idx", weight.parts["codes"])}" names groups of {weight.shape[1]:,} columns that '
             f"have no scale: there are {len(scales)}."
         )
+    wanted = (len(scales), ceil(weight.shape[0] / per_word))
+    if read.shape("qzeros") != wanted:
+        raise Corrupt(f'"{weight.parts["qzeros"]}" is {list(read.shape("qzeros"))}, and not {list(wanted)}.')
     return codes, read("qzeros")[:, packed], scales, groups
 
 
@@ -376,7 +394,7 @@ def _read_quant_state(weight: Encoded, read: Read) -> _QuantState:
     """Read the JSON text that bitsandbytes keeps in a tensor.
 
     Raises:
-        Corrupt: it says something else.
+        Corrupt: it says something else, or there are more or fewer codes, scales or numbers in a table.
     """
     part = next((p for p in weight.parts if p.startswith("quant_state.")), None)
     where = weight.parts.get(part or "", f"{weight.weight}.quant_state")
@@ -384,7 +402,7 @@ def _read_quant_state(weight: Encoded, read: Read) -> _QuantState:
         raise Corrupt(f'"{where}" is missing, which says the shape of the parameter and the numbers of a block.')
     found = bounded_json.parse(read(part).tobytes(), where)
     try:
-        shape = tuple(int(n) for n in found["shape"])
+        shape = tuple(found["shape"])
         nested = "nested_absmax" in weight.parts
         out = _QuantState(
             shape,
@@ -396,14 +414,21 @@ def _read_quant_state(weight: Encoded, read: Read) -> _QuantState:
         )
     except (KeyError, TypeError, ValueError) as e:
         raise Corrupt(f'"{where}" is not what bitsandbytes writes ({type(e).__name__}: {e}).') from None
-    if out.dtype not in ("float32", "float16", "bfloat16") or out.block < 1 or out.nested_block < nested:
-        raise Corrupt(f'"{where}" is not what bitsandbytes writes: {found}.')
+    sound = all(type(n) is int and n >= 0 for n in shape) and out.block > 0 and out.nested_block >= nested
+    if out.dtype not in ("float32", "float16", "bfloat16") or not sound:
+        raise Corrupt(f'"{where}" is not what bitsandbytes writes: {str(found)[:300]}.')
+    # as many codes and scales as that says
     size, codes, blocks = prod(shape), read.shape("codes"), read.shape("scale")[0]
     if prod(codes) != -(-size // (2 * out.item)) or max(codes) != prod(codes) or blocks != -(-size // out.block):
         raise Corrupt(
             f'"{weight.parts["codes"]}" is {list(codes)} of {out.item} bytes with {blocks} scales, and a parameter of '
             f"{list(shape)} in blocks of {out.block} has others."
         )
+    nests = -(-blocks // out.nested_block) if nested else 0
+    wanted = {"quant_map": 16, **({"nested_absmax": nests, "nested_quant_map": 256} if nested else {})}
+    for name, count in wanted.items():
+        if name not in weight.parts or read.shape(name) != (count,):
+            raise Corrupt(f'"{weight.parts.get(name, f"{weight.weight}.{name}")}" does not have {count:,} numbers.')
     return out
 
 

@@ -444,6 +444,10 @@ REFUSED: dict[str, tuple[dict[str, Tensor], str, type[CkpttoolError], str]] = {
     "both": ({f"{W}_packed": pairs, f"{W}_scale": exponents, W: fp8}, "*", Corrupt, "there is a tensor of that name beside it"),
     "another shape": ({f"{W}_packed": random_codes(8, 16, dtype=I32), f"{W}_scale": random_scales(8, 1), f"{W}_shape": torch.tensor([8, 900])}, "*",
                       Corrupt, r"packed in \[8, 4\] words of 32 bits, and the parameter is \[8, 900\]"),
+    "groups without a scale": ({f"{W}_packed": random_codes(8, 16, dtype=I32), f"{W}_scale": random_scales(8, 2), f"{W}_shape": torch.tensor([8, 32]),
+                                f"{W}_g_idx": torch.full((32,), 9, dtype=I32)}, "*", Corrupt, r'weight_g_idx" does not fit \[8, 32\] codes in 2 groups'),
+    "other zero points": ({f"{W}_packed": random_codes(8, 16, dtype=I32), f"{W}_scale": random_scales(8, 2), f"{W}_shape": torch.tensor([8, 32]),
+                           f"{W}_zero_point": torch.zeros(5, 5, dtype=I32)}, "*", Corrupt, r'weight_zero_point" does not fit \[8, 32\] codes in 2 groups'),
     "no shape": ({f"{W}_packed": random_codes(8, 16, dtype=I32), f"{W}_scale": random_scales(8, 1)}, "*", Corrupt, "nothing says the shape"),
 }  # fmt: skip
 
@@ -566,10 +570,10 @@ def with_other(end: str, change: Callable[[Tensor], Tensor]) -> Callable[[dict[s
 DAMAGED: dict[str, tuple[str, Callable[[dict[str, Tensor]], object], str]] = {
     "no scale of the whole": ("quantised/ct_nvfp4/ckpt", without("weight_global_scale"), "nvfp4 without the scale of the whole weight"),
     "three of them": ("quantised/ct_nvfp4/ckpt", with_other("weight_global_scale", lambda x: x.reshape(1).repeat(3)), "3.* numbers, and one scales a weight"),
-    "fewer zero points": ("quantised/ct_w4_group_asym/ckpt", with_other("weight_zero_point", lambda x: x[:-1]), "contradict each other"),
+    "fewer zero points": ("quantised/ct_w4_group_asym/ckpt", with_other("weight_zero_point", lambda x: x[:-1]), "does not fit"),
     "one row of zero points": ("quantised/ct_int8_group_asym/ckpt", with_other("weight_zero_point", lambda x: x[:1]), "zero points in .* scales in"),
-    "a short table": ("packed/bnb_nf4", with_other("quant_map", lambda x: x[:3]), "contradict each other"),
-    "no nested scales": ("packed/bnb_nf4", with_other("nested_absmax", lambda x: x[:0]), "contradict each other"),
+    "a short table": ("packed/bnb_nf4", with_other("quant_map", lambda x: x[:3]), "does not have 16 numbers"),
+    "no nested scales": ("packed/bnb_nf4", with_other("nested_absmax", lambda x: x[:0]), "does not have 1 numbers"),
 }  # fmt: skip
 
 

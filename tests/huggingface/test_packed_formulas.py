@@ -174,3 +174,37 @@ def test_codes_that_contradict_their_scales_are_corrupt(tmp_path: Path) -> None:
 
     with pytest.raises(Corrupt, match=r'quant_state\.bitsandbytes__nf4" is not what bitsandbytes writes'):
         ckpttool.convert(damage(tmp_path, "bnb_nf4", break_state), tmp_path / "out", to="hf", dequantize=["*"])
+
+
+@pytest.mark.parametrize(
+    ("name", "part", "made", "text"),
+    [
+        ("gptq_act_order", "qzeros", torch.zeros(3, 5, dtype=torch.int32), r'qzeros" is \[3, 5\], and not'),
+        ("gptq_act_order", "g_idx", torch.zeros(32), 'g_idx" names groups of 32 columns that have no scale'),
+        ("awq", "qzeros", torch.zeros(9, 9, dtype=torch.int32), r'qzeros" is \[9, 9\], and not'),
+        ("bnb_nf4", "weight.quant_map", torch.zeros(3), 'quant_map" does not have 16 numbers'),
+        ("bnb_nf4", "weight.nested_quant_map", torch.zeros(7), 'nested_quant_map" does not have 256 numbers'),
+        ("bnb_nf4", "weight.nested_absmax", torch.zeros(0), 'nested_absmax" does not have 1 numbers'),
+        ("bnb_fp4", "shape", [-96, -64], "is not what bitsandbytes writes"),
+        ("bnb_fp4", "shape", [2**40, 2**40], "and a parameter of"),
+        ("bnb_fp4", "shape", [64.0, 32.5], "is not what bitsandbytes writes"),
+    ],
+)
+def test_tables_and_shapes_that_do_not_fit_are_corrupt(
+    name: str, part: str, made: Any, text: str, tmp_path: Path
+) -> None:
+    done = []
+
+    def change(tensors: dict[str, torch.Tensor]) -> None:
+        of_state = "quant_state." if part == "shape" else f"0.mlp.up_proj.{part}"
+        for n in [n for n in tensors if (of_state in n if part == "shape" else n.endswith(of_state))]:
+            state = json.loads(bytes(tensors[n].tolist())) | {part: made} if part == "shape" else {}
+            tensors[n] = torch.tensor(list(json.dumps(state).encode()), dtype=torch.uint8) if state else made
+            done.append(n)
+
+    source = damage(tmp_path, name, change)
+    assert done
+    for to in ("full", "dcp"):
+        with pytest.raises(Corrupt, match=text):
+            ckpttool.convert(source, tmp_path / "out", to=to, world_size=None if to == "full" else 2, dequantize=["*"])
+        assert not (tmp_path / "out").exists()
