@@ -245,7 +245,10 @@ def test_a_config_above_weights_of_another_model_is_left_there_and_said(tmp_path
     assert "from_pretrained needs a config.json beside it" in " ".join(told.split())
     shutil.copy(LLAMA / "model.safetensors", tmp_path / "run" / "llama.safetensors")
     done = ckpttool.convert(tmp_path / "run" / "llama.safetensors", tmp_path / "fits", to="hf")
-    assert any("taken from '..', from the source" in n for n in done.notes) and (tmp_path / "fits" / "config.json").exists()
+    assert (
+        any("taken from '..', from the source" in n for n in done.notes)
+        and (tmp_path / "fits" / "config.json").exists()
+    )
 
 
 @pytest.mark.parametrize(
