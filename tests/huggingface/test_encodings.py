@@ -253,10 +253,10 @@ def test_a_config_says_more_than_names(tmp_path: Path) -> None:
     [
         {"quant_method": {"a": 1}}, {"weight_block_size": [0, 0]}, {"weight_block_size": [[1], 2]}, {"weight_block_size": 7},
         {"config_groups": {"g": {"weights": {"block_structure": [1, 2, 3], "num_bits": [4]}}, "h": 3}}, {"config_groups": [1]},
-        {"bits": True, "weight_block_size": [True, True]},
+        {"bits": True, "weight_block_size": [True, True]}, "fp8", [1],
     ],
 )  # fmt: skip
-def test_a_config_that_makes_no_sense_decides_nothing(config: dict[str, Any]) -> None:
+def test_a_config_that_makes_no_sense_decides_nothing(config: Any) -> None:
     called, tensors = SCHEMES["deepseek"]
     assert [e.scheme for e in encodings.find_in_tensors(entries(tensors), config).weights.values()] == [called]
 
