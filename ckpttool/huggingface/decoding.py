@@ -281,6 +281,11 @@ def _shape_of_packed(weight: Encoded, read: Read) -> tuple[int, ...]:
         raise Corrupt(
             f'"{weight.parts["codes"]}" holds integers packed in {list(words)} words of 32 bits, and {stated}.'
         )
+    if weight.shape is not None and shape != weight.shape:
+        raise Corrupt(
+            f'"{weight.weight}" is {list(shape)}, and the groups of config.json make {list(weight.shape)} with '
+            f'the scales in "{weight.parts["scale"]}".'
+        )
     return shape
 
 

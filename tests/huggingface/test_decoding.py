@@ -572,6 +572,7 @@ DAMAGED: dict[str, tuple[str, Callable[[dict[str, Tensor]], object], str]] = {
     "three of them": ("quantised/ct_nvfp4/ckpt", with_other("weight_global_scale", lambda x: x.reshape(1).repeat(3)), "3.* numbers, and one scales a weight"),
     "fewer zero points": ("quantised/ct_w4_group_asym/ckpt", with_other("weight_zero_point", lambda x: x[:-1]), "does not fit"),
     "one row of zero points": ("quantised/ct_int8_group_asym/ckpt", with_other("weight_zero_point", lambda x: x[:1]), "zero points in .* scales in"),
+    "groups of another size": ("quantised/ct_w4_group/ckpt", with_other("weight_shape", lambda x: x - torch.tensor([0, 4])), "the groups of config.json make"),
     "a short table": ("packed/bnb_nf4", with_other("quant_map", lambda x: x[:3]), "does not have (16|256) numbers"),
     "no nested scales": ("packed/bnb_nf4", with_other("nested_absmax", lambda x: x[:0]), "does not have 1 numbers"),
 }  # fmt: skip
