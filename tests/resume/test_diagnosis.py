@@ -62,7 +62,7 @@ def blind(trace: Trace) -> Trace:
 
 def test_every_kind_has_a_name_of_its_own_and_a_rule_that_finds_it() -> None:
     assert len(list_kinds()) == len(CauseKind) + len(TensorKind)
-    source = "".join(path.read_text() for path in Path(rules.__file__).parents[1].rglob("*.py"))
+    source = "".join(path.read_text() for path in Path(rules.__file__).parents[2].rglob("*.py"))
     assert [k for k in (*CauseKind, *TensorKind) if str(k) not in source] == []
 
 

@@ -46,8 +46,8 @@ class LogitProof:
         if self.writing.quantize is not None:
             raise UsageError(
                 f"{argument('prove_logits', True)}: with {argument('quantize', self.writing.quantize)} the result "
-                "never computes the same. Leave one of the two out; what rounding to codes costs, `ckpttool compare "
-                "SRC DST --max-kl NATS` tells."
+                "never computes the same. Leave one of the two out, and ask ckpttool compare what rounding to codes "
+                "costs."
             )
         side = self._open_source()
         with closing(side.opened):
