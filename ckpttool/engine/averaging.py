@@ -32,8 +32,7 @@ from typing import TYPE_CHECKING, Any
 from .. import layouts
 from ..errors import Unsupported
 from ..huggingface import encodings
-from ..index import boxes
-from ..index.checkpoint import Checkpoint, TensorEntry, same_bytes, tied_weights
+from ..index.checkpoint import Checkpoint, Chunks, TensorEntry, same_bytes, tied_weights
 from ..index.composites import composites
 from ..index.digests import component_roots
 from ..index.draft import Dropped
@@ -41,7 +40,7 @@ from ..index.names import step_count
 from ..options import AverageRequest, OpenOptions
 from ..printable import count_noun, list_first
 from ..storage.overlay import ComputedSource
-from .computed_files import MOST_ELEMENTS, BoxReader, ComputedFiles, Shape, cast_array
+from .computed_files import BoxReader, ComputedFiles, cast_array, choose_page
 from .copy.fill import silent
 from .copy.tensor_digests import tensor_digests
 from .opening import CheckpointPath, MergedCheckpoint, OpenCheckpoint, drop_other_layout, open_checkpoint, show_path
@@ -79,13 +78,13 @@ class _Input:
     at: int = 0  # its elements that were
     hasher: Any = None
 
-    def read(self, name: str, start: Shape, shape: Shape, dtype: str) -> Array:
-        """Read a box (start, shape) of a weight as a flat array of `dtype`, and digest it where it follows on the one
+    def read(self, name: str, first: int, end: int, dtype: str) -> Array:
+        """Read elements [first, end) of a weight as a flat array of `dtype`, and digest them where they follow on those
         before."""
         from blake3 import blake3
 
         t = self.tensors[name]
-        x, first = self.reader.read(t, start, shape), boxes.flat_start(t.shape, start)
+        x = self.reader.read_range(t, first, end)
         if first == 0:
             self.name, self.at, self.hasher = name, 0, blake3()
         if (self.name, self.at) == (name, first):
@@ -199,9 +198,9 @@ def _average(inputs: list[_Input], request: AverageRequest) -> MergedCheckpoint:
     for name in (n for n in names if n not in ties):
         t = last.tensors[name]
         if name not in kept:
-            whole = any(one.tensors[name].chunks.zstd for one in inputs)
-            compute = _make_average(inputs, name, request, factors)
-            t = replace(t, chunks=files.add(name, t.dtype, t.shape, compute, whole=whole))
+            file, page = f"{name} (average)", choose_page([one.tensors[name] for one in inputs])
+            place = files.add(file, t.dtype, t.shape, _make_average(inputs, name, request, factors), page)
+            t = replace(t, chunks=Chunks.whole(t.shape, *place))
         tensors[name] = t
     tensors = {f"model.{n}": replace(tensors[ties.get(n, n)], path=("model", n)) for n in names}
     files.working_bytes += sum(one.reader.working_bytes + one.opened.source.working_bytes for one in inputs)
@@ -349,14 +348,10 @@ def _slerp_factors(inputs: list[_Input], name: str, t: float) -> tuple[float, fl
     their directions; along the straight line where they are parallel or one is 0."""
     import numpy as np
 
-    shape = inputs[0].tensors[name].shape
-    whole = any(one.tensors[name].chunks.zstd for one in inputs)
+    count, page = inputs[0].tensors[name].numel, choose_page([one.tensors[name] for one in inputs])
     dot = left = right = 0.0
-    for start, size in [((0,) * len(shape), shape)] if whole else boxes.cut_into_slabs(shape, MOST_ELEMENTS):
-        x, y = (
-            cast_array(one.reader.read(one.tensors[name], start, size), one.tensors[name].dtype, "float64")[0]
-            for one in inputs
-        )
+    for first in range(0, count, page):
+        x, y = (one.read(name, first, min(first + page, count), "float64") for one in inputs)
         with np.errstate(all="ignore"):
             dot, left, right = dot + float(np.dot(x, y)), left + float(np.dot(x, x)), right + float(np.dot(y, y))
     cosine = dot / sqrt(left * right) if left * right > 0 else 1.0
@@ -368,13 +363,13 @@ def _slerp_factors(inputs: list[_Input], name: str, t: float) -> tuple[float, fl
 
 def _make_average(
     inputs: list[_Input], name: str, request: AverageRequest, factors: _Factors
-) -> Callable[[Shape, Shape], Array]:
-    """Return a function that computes a box of the average of a tensor."""
+) -> Callable[[int, int], Array]:
+    """Return a function that computes a part of the average of a tensor."""
     dtype = inputs[0].tensors[name].dtype
     wide = "float64" if dtype == "float64" else request.accumulate
 
-    def compute(start: Shape, shape: Shape) -> Array:
-        """Compute the box (start, shape).
+    def compute(first: int, end: int) -> Array:
+        """Compute elements [first, end).
 
         Raises:
             Unsupported: a number does not fit into the dtype.
@@ -383,9 +378,7 @@ def _make_average(
 
         ordered = inputs if request.base is None else [inputs[-1], *inputs[:-1]]
         with np.errstate(all="ignore"):
-            sum_ = _fold(
-                (one.read(name, start, shape, wide) for one in ordered), request, factors.of(name), len(inputs)
-            )
+            sum_ = _fold((one.read(name, first, end, wide) for one in ordered), request, factors.of(name), len(inputs))
         out, lost = cast_array(sum_, wide, dtype)
         if lost:
             raise Unsupported(

@@ -1,24 +1,27 @@
-"""Tensors that are computed from others, a block of rows at a time: files that exist nowhere, which
-`storage.overlay.ComputedSource` makes when they are read.
+"""Tensors that are computed from others when they are read: files that exist nowhere, of which
+`storage.overlay.ComputedSource` holds a page at a time.
 
     files = ComputedFiles(ckpt)
-    chunks = files.add("model.w", "bfloat16", (131072, 4096), compute)     chunks of at most 4 MiB of float32
-    ComputedSource(source, files.made, others, files.working_bytes)
+    place = files.add("model.w (average)", "bfloat16", (131072, 4096), compute)
+    entry = TensorEntry("bfloat16", (131072, 4096), path, Chunks.whole((131072, 4096), *place))
+    replace(ckpt, files=files.names, sizes=files.sizes, tensors=...), ComputedSource(source, files.made, ...)
 
-Blocks are computed from the same blocks of other tensors, which `BoxReader` reads with the CRC32s of their files
+So are averages, weights with an adapter merged into them, those of a schedule-free optimizer, and what is dequantised
+or quantised. A page is computed from parts of other tensors, which `BoxReader` reads with the CRC32s of their files
 checked, whatever the blocks of the destination are.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from math import prod
 from typing import TYPE_CHECKING
 
 from ..index import boxes
-from ..index.checkpoint import ITEMSIZE, Checkpoint, Chunks, TensorEntry
+from ..index.checkpoint import ITEMSIZE, Checkpoint, Extent, TensorEntry
 from ..storage.buffers import IOBudget
+from ..storage.overlay import PagedFile
 from ..storage.source import Source
 from .copy.dtypes import cast, numpy_dtype
 from .copy.stream import Reader, StreamJob
@@ -27,64 +30,67 @@ from .handle import cut_chunks
 if TYPE_CHECKING:
     from .copy.dtypes import Array
 
-__all__ = ["MOST_ELEMENTS", "BoxReader", "ComputedFiles", "Shape", "cast_array"]
+__all__ = ["MOST_ELEMENTS", "BoxReader", "ComputedFiles", "cast_array", "choose_page"]
 
-#: Elements of a block.
+#: Elements of a page, where no other number is asked for.
 MOST_ELEMENTS = 1 << 20
-#: Bytes of a block in each step of a computation, in float64.
-_STEPS = 4 * 8
 
 Shape = tuple[int, ...]
 
 
 class ComputedFiles:
-    """The files of an index, and those of computed blocks behind them.
+    """The files of an index, and computed ones behind them.
 
-    `names`, `sizes` of all; `made` {file: (its bytes, what computes them)}; `working_bytes` that computing one takes.
+    `names`, `sizes` of all; `made` {computed file: its pages}; `working_bytes` that computing a page takes.
     """
 
     def __init__(self, ckpt: Checkpoint) -> None:
         self.names, self.sizes = [*ckpt.files], [*ckpt.sizes]
-        self.made: dict[str, tuple[int, Callable[[], memoryview]]] = {}
+        self.made: dict[str, PagedFile] = {}
         self.working_bytes = 0
 
     def add(
-        self, name: str, dtype: str, shape: Shape, compute: Callable[[Shape, Shape], Array], *, whole: bool = False
-    ) -> Chunks:
-        """Add the blocks of a tensor, and return them as its chunks.
+        self,
+        name: str,
+        dtype: str,
+        shape: Shape,
+        compute: Callable[[int, int], Array],
+        page: int,
+        each: int = 4 * 8,
+    ) -> Extent:
+        """Add the file of a tensor, or of a box of one, and return the place of its bytes.
 
         Args:
-            compute: returns the elements of a box (start, shape) of it, in the numpy dtype of `dtype`.
-            whole: the tensor is one block, whatever its size.
+            name: of the file, for messages.
+            compute: returns elements [first, end), row-major, as an array whose bytes are those of `dtype`.
+            page: elements that are computed together, at most.
+            each: bytes of memory that computing an element takes; by default four steps in float64.
         """
-        chunks = Chunks(len(shape))
-        for start, size in [((0,) * len(shape), shape)] if whole else boxes.cut_into_slabs(shape, MOST_ELEMENTS):
-            if nbytes := prod(size) * ITEMSIZE[dtype]:
-                file = f"(computed) {name} from {list(start)}"
-                chunks.add(start, size, len(self.names), 0, nbytes)
-                self.names.append(file)
-                self.sizes.append(nbytes)
-                self.made[file] = (nbytes, _make(compute, start, size))
-                self.working_bytes = max(self.working_bytes, prod(size) * _STEPS)
-        if not prod(shape):
-            chunks.add((0,) * len(shape), shape, 0, 0, 0)
-        return chunks
+        item, count = ITEMSIZE[dtype], prod(shape)
+        step = max(1, min(page, count))
+
+        def compute_page(k: int) -> memoryview:
+            """Compute the bytes of a page."""
+            import numpy as np
+
+            found = compute(k * step, min((k + 1) * step, count))
+            return memoryview(np.ascontiguousarray(found).reshape(-1).view("u1").data)
+
+        self.made[name] = PagedFile(count * item, step * item, compute_page)
+        self.names.append(name)
+        self.sizes.append(count * item)
+        self.working_bytes = max(self.working_bytes, step * each)
+        return Extent(len(self.names) - 1, 0, count * item)
 
 
-def _make(compute: Callable[[Shape, Shape], Array], start: Shape, size: Shape) -> Callable[[], memoryview]:
-    """Return a function that computes the bytes of a block, row-major."""
-
-    def make() -> memoryview:
-        """Compute the block."""
-        import numpy as np
-
-        return memoryview(np.ascontiguousarray(compute(start, size)).reshape(-1).view("u1").data)
-
-    return make
+def choose_page(tensors: Iterable[TensorEntry]) -> int:
+    """Choose how many elements of a tensor are computed together from the same elements of others: all of them where
+    one of these is compressed, and can only be read whole."""
+    return max((t.numel for t in tensors if t.chunks.zstd), default=MOST_ELEMENTS)
 
 
 class BoxReader:
-    """Reads boxes of tensors of one checkpoint with buffers that are allocated once.
+    """Reads parts of tensors of one checkpoint with buffers that are allocated once.
 
     Args:
         ckpt: the index, with raw byte ranges.
@@ -99,24 +105,25 @@ class BoxReader:
         buffers = 3 + 3 * self._budget.reader_threads(source)
         self.working_bytes = buffers * max(2 << 20, self._budget.buffer_bytes)  # they lie on huge pages
 
-    def read(self, t: TensorEntry, start: Shape, shape: Shape) -> Array:
-        """Read the elements of a box (start, shape) of a tensor as a flat array. Of one that is compressed, the box is
-        all of it.
+    def read_range(self, t: TensorEntry, first: int, end: int) -> Array:
+        """Read elements [first, end) of a tensor, row-major, as a flat array; as `read`."""
+        return self.read(t, boxes.flat_to_boxes(t.shape, first, end))
+
+    def read(self, t: TensorEntry, parts: Iterable[tuple[Shape, Shape]]) -> Array:
+        """Read the elements of boxes (start, shape) of a tensor, one box after the other, as a flat array. Of a tensor
+        that is compressed, the one box is all of it.
 
         Raises:
             Corrupt, SourceChanged: bytes are missing, damaged or not those of before.
         """
-        import numpy as np
-
         if self._reader is None:
             self._reader = Reader(self._source, self._ckpt.files, self._ckpt.records, self._budget)
-        out = np.empty(prod(shape) * ITEMSIZE[t.dtype], "u1")
-        at = 0
-        part = t if t.shape == shape else replace(t, shape=shape, chunks=cut_chunks(t, (start, shape)))
-        for block in self._reader.blocks([StreamJob("", part)] if len(out) else []):
-            out[at : at + len(block.data)] = block.data
-            at += len(block.data)
-        return out.view(numpy_dtype(t.dtype))
+        jobs = [
+            StreamJob("", t if size == t.shape else replace(t, shape=size, chunks=cut_chunks(t, (start, size))))
+            for start, size in parts
+            if prod(size)
+        ]
+        return self._reader.read(jobs).view(numpy_dtype(t.dtype))
 
 
 def cast_array(x: Array, dtype: str, to: str) -> tuple[Array, int]:

@@ -229,20 +229,17 @@ class TensorHandle:
         """
         import numpy as np
 
-        out = np.empty(prod(shape) * ITEMSIZE[self.dtype], "u1")
-        if not len(out):
-            return out
+        nbytes = prod(shape) * ITEMSIZE[self.dtype]
+        if not nbytes:
+            return np.empty(0, "u1")
         ckpt, entry = self._locate_box(start, shape)
-        reader = Reader(self._opened.source, ckpt.files, ckpt.records, _choose_budget(len(out)))
+        reader = Reader(self._opened.source, ckpt.files, ckpt.records, _choose_budget(nbytes))
         if entry.chunks.zstd:
+            out = np.empty(nbytes, "u1")
             self._read_compressed(reader, entry, (start, shape), out)
             return out
         part = replace(entry, shape=shape, chunks=cut_chunks(entry, (start, shape)))
-        at = 0
-        for block in reader.blocks([StreamJob(self.name, part)]):
-            out[at : at + len(block.data)] = block.data
-            at += len(block.data)
-        return out
+        return reader.read([StreamJob(self.name, part)])
 
     def _read_compressed(self, reader: Reader, entry: TensorEntry, box: _Box, out: _Array) -> None:
         """Read the bytes of a box into `out`, row-major, from chunks of which some are compressed: one after the other,

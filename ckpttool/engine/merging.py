@@ -6,7 +6,7 @@
     every other tensor of the base model, where it lies -----------'
 
 Every layout writes such a checkpoint as any other. A merged weight is a file of its own in the index, which exists
-nowhere: `ComputedSource` makes its bytes, one weight at a time, and keeps the last one. Nothing but weights is in it:
+nowhere (computed_files.py): it is computed when it is read, one weight at a time. Nothing but weights is in it:
 optimizer state is that of the adapter's training.
 
 The result has the bits of PEFT's merge_and_unload on a CPU, so torch does the same operations in the same dtypes:
@@ -22,7 +22,6 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from math import prod
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from .. import layouts
@@ -33,6 +32,7 @@ from ..index.checkpoint import ITEMSIZE, Checkpoint, Chunks, TensorEntry, tied_w
 from ..index.draft import Dropped
 from ..printable import count_noun
 from ..storage.overlay import ComputedSource
+from .computed_files import ComputedFiles
 from .copy.fill import silent
 from .copy.tensor_digests import tensor_digests
 from .opening import (
@@ -47,6 +47,8 @@ from .opening import (
 
 if TYPE_CHECKING:
     import torch
+
+    from .copy.dtypes import Array
 
 __all__ = ["open_merged"]
 
@@ -126,16 +128,6 @@ class _MergePlan(NamedTuple):
     untied: list[str]  # tied weights of which one is changed and another one is not
 
 
-class _MergedFiles(NamedTuple):
-    """The index of a merge: the files of the base model, and those that are computed."""
-
-    tensors: dict[str, TensorEntry]
-    names: list[str]
-    sizes: list[int]
-    made: dict[str, tuple[int, Callable[[], memoryview]]]  # {computed file: (bytes, what computes it)}
-    untouched: dict[str, str]  # {tensor that stays as it is: its name in the base model}
-
-
 def _merge_states(
     base: OpenCheckpoint, theirs: OpenCheckpoint, request: MergeRequest, config: str | None
 ) -> MergedCheckpoint:
@@ -151,16 +143,16 @@ def _merge_states(
     """
     given, old = theirs is not base, base.checkpoint
     plan = _plan_merge(base, theirs, request, config)
-    merged = _index_merge(base, plan, upcast=given)
+    files = ComputedFiles(old)
+    tensors = _index_merge(base, plan, files, upcast=given)
     scaling: dict[str, dict[str, float]] = {a: {} for a in plan.chosen}
     for update in (u for c in plan.changes.values() for u in c.updates):
         scaling[update.adapter][update.module] = update.scaling
-    working = max(_estimate_working_bytes(old.tensors[plan.named[n]], c) for n, c in plan.changes.items())
     ckpt = replace(
         old,
-        files=merged.names,
-        sizes=merged.sizes,
-        tensors=merged.tensors,
+        files=files.names,
+        sizes=files.sizes,
+        tensors=tensors,
         values={n: v for n, v in old.values.items() if v.path[0] == "model"},
         origin={},
         trainer=None,
@@ -177,7 +169,7 @@ def _merge_states(
     read = frozenset(found.stored[n] for found in plan.chosen.values() for n in found.tensors)
     return MergedCheckpoint(
         ckpt,
-        ComputedSource(base.source, merged.made, [theirs.source], _TORCH_BYTES + working),
+        ComputedSource(base.source, files.made, [theirs.source], _TORCH_BYTES + files.working_bytes),
         base.layout,
         base.folder,
         True,
@@ -186,7 +178,7 @@ def _merge_states(
         only=base.only,
         left_behind=_list_left_behind(base, theirs, plan.named, read),
         parts=((base, changed), (theirs, read)) if given else ((base, changed | read),),
-        kept=merged.untouched,
+        kept={f"model.{n}": there for n, there in plan.named.items() if n not in plan.changes},
     )
 
 
@@ -229,60 +221,42 @@ def _plan_merge(base: OpenCheckpoint, theirs: OpenCheckpoint, request: MergeRequ
     return _MergePlan(named, chosen, changes, notes, untied)
 
 
-def _index_merge(base: OpenCheckpoint, plan: _MergePlan, upcast: bool) -> _MergedFiles:
+def _index_merge(base: OpenCheckpoint, plan: _MergePlan, files: ComputedFiles, upcast: bool) -> dict[str, TensorEntry]:
     """Make the index of a merge: each weight that changes is a file of its own, which is computed when it is read; of a
     large stack of matrices, a few at a time are.
 
     Args:
+        files: those of the base model; gets those that are computed.
         upcast: whether fp16 and bf16 tensors of the adapter are taken to fp32 first.
 
     Raises:
         Unsupported: a weight that changes is quantised.
     """
     old = base.checkpoint
-    merged = _MergedFiles({}, [*old.files], [*old.sizes], {}, {})
-    made: dict[lora_changes.Change, dict[tuple[Any, ...], Chunks]] = {}  # tied weights share a file
+    tensors: dict[str, TensorEntry] = {}
+    made: dict[Any, Chunks] = {}  # tied weights share a file
     for name, there in plan.named.items():
         entry, change = old.tensors[there], plan.changes.get(name)
         if change is None:
-            merged.tensors[f"model.{name}"] = replace(entry, path=("model", name))
-            merged.untouched[f"model.{name}"] = there
+            tensors[f"model.{name}"] = replace(entry, path=("model", name))
             continue
         if entry.dtype not in _FLOATING:
             raise Unsupported(
                 f'"{there}" is {entry.dtype}: the base model is quantised, and a merge into it would be of other '
                 "weights. Give the base model in bf16 or fp32."
             )
-        place = (entry.dtype, entry.shape, tuple(entry.chunks[:]))
-        chunks = made.setdefault(change, {}).get(place)
-        if chunks is None:
-            chunks = made[change][place] = Chunks(len(entry.shape))
-            for part in _cut_stack(entry, change):
-                file = f"(merged) {name}" + ("" if len(part) == change.stacked else f"[{part.start}:{part.stop}]")
-                shape = (len(part), *entry.shape[1:]) if change.stacked > 1 else entry.shape
-                size = prod(shape) * ITEMSIZE[entry.dtype]
-                chunks.add((part.start, *(0 for _ in shape[1:])) if shape else (), shape, len(merged.names), 0, size)
-                merged.names.append(file)
-                merged.sizes.append(size)
-                merged.made[file] = (size, _make_computation(base, there, change, plan.chosen, part, upcast=upcast))
-        merged.tensors[f"model.{name}"] = TensorEntry(entry.dtype, entry.shape, ("model", name), chunks)
-    return merged
-
-
-def _cut_stack(entry: TensorEntry, change: lora_changes.Change) -> list[range]:
-    """Return the matrices of a stack that are computed together, which take less than `_STACK_BYTES`, or are one; a
-    range of the one weight where it is no stack."""
-    step = max(1, _STACK_BYTES * change.stacked // max(1, entry.nbytes))
-    return [range(i, min(i + step, change.stacked)) for i in range(0, change.stacked, step)]
-
-
-def _estimate_working_bytes(entry: TensorEntry, change: lora_changes.Change) -> int:
-    """Estimate the most bytes of memory that one merged weight takes: itself, the product of the matrices in fp32 and
-    its rounded copy; for DoRA the sum as well, once for the norm and once for the result. Of a stack, what is computed
-    together counts."""
-    item, several = ITEMSIZE[entry.dtype], len(_cut_stack(entry, change)[0])
-    dora = any(u.magnitude for u in change.updates)
-    return entry.numel * several // change.stacked * (2 * item + max(4, item) * (4 if dora else 1))
+        weight = (change, entry.dtype, entry.shape, tuple(entry.chunks[:]))
+        if weight not in made:
+            compute = _make_computation(base, there, change, plan.chosen, upcast=upcast)
+            # matrices that are computed together, and the memory: the weight, the product of the matrices in fp32 and
+            # its rounded copy; for DoRA the sum as well, once for the norm and once for the result
+            several = min(change.stacked, max(1, _STACK_BYTES * change.stacked // max(1, entry.nbytes)))
+            item, sums = ITEMSIZE[entry.dtype], 4 if any(u.magnitude for u in change.updates) else 1
+            page, each = entry.numel // change.stacked * several, 2 * item + max(4, item) * sums
+            file = files.add(f"{name} (merged)", entry.dtype, entry.shape, compute, page, each)
+            made[weight] = Chunks.whole(entry.shape, *file)
+        tensors[f"model.{name}"] = TensorEntry(entry.dtype, entry.shape, ("model", name), made[weight])
+    return tensors
 
 
 def _map_base_names(base: OpenCheckpoint, given: bool) -> dict[str, str]:
@@ -592,19 +566,16 @@ def _make_computation(
     name: str,
     change: lora_changes.Change,
     chosen: Mapping[str, _Adapter],
-    part: range,
     *,
     upcast: bool,
-) -> Callable[[], memoryview]:
-    """Return a function that computes one merged weight when it is called: its bytes, row-major.
+) -> Callable[[int, int], Array]:
+    """Return a function that computes a merged weight, or some matrices of a stack, when it is called.
 
     Args:
         name: the weight's name in the base checkpoint.
         chosen: {name: adapter}.
-        part: the matrices to compute, where it is a stack.
         upcast: whether fp16, bf16 and float8 tensors of the adapter are taken to fp32 first.
     """
-    index: Any = slice(part.start, part.stop) if len(part) < change.stacked else ...
 
     def of_adapter(adapter: str, tensor: str) -> torch.Tensor:
         """Read the tensor that PEFT saves under this name, of the adapter of that name; in fp32, where `upcast` asks
@@ -616,10 +587,13 @@ def _make_computation(
         low = out.dtype in (torch.float16, torch.bfloat16) or "float8" in str(out.dtype)
         return out.float() if upcast and low else out
 
-    def make() -> memoryview:
-        """Compute the merged weight, and return its bytes, row-major."""
+    def compute(first: int, end: int) -> Array:
+        """Compute the elements [first, end), and return their bytes."""
         import torch
 
+        each = base.checkpoint.tensors[name].numel // change.stacked
+        part = range(first // each, end // each)
+        index: Any = slice(part.start, part.stop) if len(part) < change.stacked else ...
         with torch.no_grad():
             if change.start is None:
                 weight = base[name].torch(index)
@@ -642,9 +616,9 @@ def _make_computation(
                 weight = _apply_lora(weight, a, b, magnitude, update)
             for adapter, bias, factor in change.biases:
                 weight += of_adapter(adapter, bias) * factor
-            return memoryview(weight.contiguous().reshape(-1).view(torch.uint8).numpy().data)
+            return weight.contiguous().reshape(-1).view(torch.uint8).numpy()
 
-    return make
+    return compute
 
 
 def _stack_parts(

@@ -22,7 +22,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ..errors import Corrupt, Unsupported, UsageError, argument
-from ..index.checkpoint import Checkpoint, TensorEntry, joined
+from ..index.checkpoint import Checkpoint, Chunks, TensorEntry, joined
 from ..index.composites import composites
 from ..index.draft import Dropped
 from ..index.schedule_free import find_free_parameters, is_schedule_free
@@ -38,7 +38,7 @@ from ..index.weight_sets import (
 from ..printable import count_noun, list_first
 from ..storage.overlay import ComputedSource, JoinedSource, name_in_joined
 from ..storage.source import Source
-from .computed_files import BoxReader, ComputedFiles, cast_array
+from .computed_files import BoxReader, ComputedFiles, cast_array, choose_page
 from .copy.fill import silent
 from .copy.tensor_digests import tensor_digests
 
@@ -356,14 +356,9 @@ def _choose_schedule_free(opened: OpenCheckpoint, which: str) -> ChosenWeights:
             if t.dtype not in ("float32", "bfloat16", "float16"):
                 raise Unsupported(f'"{name}" is {t.dtype}: schedule-free-{which} is computed of fp32, bf16 and fp16.')
             weight = 1 - 1 / of.beta if which == "x" else 1 - of.beta
-            chunks = computed.add(
-                name,
-                t.dtype,
-                t.shape,
-                _make_lerp(reader, t, of.z, weight),
-                whole=bool(t.chunks.zstd or of.z.chunks.zstd),
-            )
-            tensors[name] = same[place] = replace(t, chunks=chunks)
+            lerp, page = _make_lerp(reader, t, of.z, weight), choose_page([t, of.z])
+            file = computed.add(f"{name} (schedule-free-{which})", t.dtype, t.shape, lerp, page)
+            tensors[name] = same[place] = replace(t, chunks=Chunks.whole(t.shape, *file))
             inputs |= {name, joined(of.z.path)}
     computed.working_bytes += reader.working_bytes
     modes = {of.train_mode for of in free.values()}
@@ -387,11 +382,11 @@ def _choose_schedule_free(opened: OpenCheckpoint, which: str) -> ChosenWeights:
 
 
 def _make_lerp(reader: BoxReader, start_of: TensorEntry, end_of: TensorEntry, weight: float) -> Any:
-    """Return a function that computes a box of torch's `start.lerp(end, weight)`."""
+    """Return a function that computes a part of torch's `start.lerp(end, weight)`."""
 
-    def compute(start: tuple[int, ...], shape: tuple[int, ...]) -> Array:
-        """Compute the box (start, shape)."""
-        a, b = (cast_array(reader.read(t, start, shape), t.dtype, "float32")[0] for t in (start_of, end_of))
+    def compute(first: int, end: int) -> Array:
+        """Compute elements [first, end)."""
+        a, b = (cast_array(reader.read_range(t, first, end), t.dtype, "float32")[0] for t in (start_of, end_of))
         return cast_array(_lerp(a, b, weight), "float32", start_of.dtype)[0]
 
     return compute

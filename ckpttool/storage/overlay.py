@@ -57,15 +57,14 @@ class PagedFile(NamedTuple):
 class ComputedSource(OverlaySource):
     """The files of another source, and files that exist nowhere.
 
-    One such file, or a page of it, is in memory at a time, so readers go from front to back with one thread
+    One page of one such file is in memory at a time, so readers go from front to back with one thread
     (`Source.in_order`).
 
     Args:
         base: the source whose names stay as they are.
-        made: {name of a file that exists nowhere: (its size, what computes its bytes), or its pages}; what was computed
-            last is kept.
+        made: {name of a file that exists nowhere: its pages}; the page that was computed last is kept.
         others: further sources that bytes are computed from; all are closed with this one.
-        working_bytes: memory that computing one file takes.
+        working_bytes: memory that computing a page takes.
     """
 
     in_order = True
@@ -73,7 +72,7 @@ class ComputedSource(OverlaySource):
     def __init__(
         self,
         base: Source,
-        made: Mapping[str, tuple[int, Callable[[], memoryview]] | PagedFile],
+        made: Mapping[str, PagedFile],
         others: Iterable[Source],
         working_bytes: int,
     ) -> None:
@@ -94,25 +93,23 @@ class ComputedSource(OverlaySource):
 
     def size(self, name: str) -> int:
         """Return the bytes of a file, computed or not."""
-        return self.made[name][0] if name in self.made else super().size(name)
+        return self.made[name].size if name in self.made else super().size(name)
 
     def readinto(self, name: str, offset: int, into: memoryview) -> None:
-        """Fill `into` with the bytes of a file from `offset` on. A computed file, or a page of it, is made whole,
-        unless it was the last that was read."""
+        """Fill `into` with the bytes of a file from `offset` on. A page of a computed file is made whole, unless it was
+        the last that was read."""
         if name not in self.made:
             super().readinto(name, offset, into)
             return
         made = self.made[name]
-        size = made.page if isinstance(made, PagedFile) else max(1, made[0])
         with self._making:
             at = 0
             while at < len(into):
-                page, inside = divmod(offset + at, size)
+                page, inside = divmod(offset + at, made.page)
                 if self._held[:2] != (name, page):
                     self._held = ("", 0, memoryview(b""))  # before the next one is made, so that there are never two
-                    data = made.compute(page) if isinstance(made, PagedFile) else made[1]()
-                    self._held = (name, page, data)
-                n = min(size - inside, len(into) - at)
+                    self._held = (name, page, made.compute(page))
+                n = min(made.page - inside, len(into) - at)
                 into[at : at + n] = self._held[2][inside : inside + n]
                 at += n
 
@@ -121,7 +118,7 @@ class ComputedSource(OverlaySource):
         self.inner.prefetch(r for r in ranges if r[0] not in self.made)
 
     def close(self) -> None:
-        """Drop the computed file that is in memory, and close all sources."""
+        """Drop the page that is in memory, and close all sources."""
         self._held = ("", 0, memoryview(b""))
         super().close()
 

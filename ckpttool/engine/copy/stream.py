@@ -39,6 +39,8 @@ from .zstd_frames import ZstdDecoder
 if TYPE_CHECKING:
     from concurrent.futures import Future
 
+    from .dtypes import Array
+
 __all__ = ["Block", "Reader", "StreamJob", "side_by_side", "small"]
 
 _DIRECT = getattr(os, "O_DIRECT", 0)
@@ -153,6 +155,16 @@ class Reader:
                     if read.exception() is None:
                         for block in read.result():
                             block._lease.end()
+
+    def read(self, jobs: Sequence[StreamJob]) -> Array:
+        """Read tensors into one array of bytes, one tensor after the other; as `blocks`."""
+        import numpy as np
+
+        out, at = np.empty(sum(job.entry.nbytes for job in jobs), "u1"), 0
+        for block in self.blocks(jobs):
+            out[at : at + len(block.data)] = block.data
+            at += len(block.data)
+        return out
 
     def _batches(self, plans: Iterator[BlockPlan]) -> Iterator[list[BlockPlan]]:
         """Yield groups of plans that are read into one buffer: small plans together, since handing over a block costs

@@ -3,9 +3,9 @@
     model.w          float8_e4m3fn      ]
     model.w_scale_inv    float32        ]     ->     model.w, bfloat16
 
-A parameter is one file that is computed when it is read, a page of some rows at a time (`PagedFile`): of any model, one
-page and the codes and scales of its rows are in memory. huggingface/encodings.py says which tensors belong together,
-huggingface/decoding.py has the formulas.
+A parameter is one file that is computed when it is read, a page of some rows at a time (computed_files.py): of any
+model, one page and the codes and scales of its rows are in memory. huggingface/encodings.py says which tensors belong
+together, huggingface/decoding.py has the formulas.
 """
 
 from __future__ import annotations
@@ -18,24 +18,23 @@ from typing import TYPE_CHECKING, NamedTuple
 from ...errors import CkpttoolError, Corrupt, Unsupported, argument
 from ...huggingface.decoding import FORMULAS, Rows
 from ...huggingface.encodings import Encoded, Encodings
-from ...index.checkpoint import ITEMSIZE, PACKED, Checkpoint, Chunks, TensorEntry, joined, tied_weights
+from ...index.checkpoint import PACKED, Checkpoint, Chunks, Extent, TensorEntry, joined, tied_weights
 from ...index.draft import Dropped
-from ...storage.overlay import PagedFile
-from ..computed_files import BoxReader
-from ..copy.dtypes import cast
+from ..computed_files import BoxReader, ComputedFiles, cast_array
+from ..copy.dtypes import numpy_dtype
 from ..handle import TensorHandle
 
 if TYPE_CHECKING:
     from ..copy.dtypes import Array
     from ..opening import OpenCheckpoint
 
-__all__ = ["WORKING_BYTES", "DecodedWeights", "IndexedReader", "count_parameters", "decode_weights", "names_of_weight"]
+__all__ = ["DecodedWeights", "IndexedReader", "count_parameters", "decode_weights", "names_of_weight"]
 
 _COUNTS = ("parameters", "encoded_parameters", "bits_per_parameter", "encoded_bits_per_parameter")
 
 _NUMBERS = 1 << 21  # of a page
 #: Memory that computing a page takes: its numbers in float32 two or three times, codes, and buffers of the reader.
-WORKING_BYTES = 48 << 20
+_WORKING_BYTES = 48 << 20
 _KEPT = 16 << 20  # bytes of a box that is kept for the next page
 _FEW_BUFFERS = 8  # readers whose buffers have the memory of one
 #: Of `Encoded.parts`: what inputs and outputs of a layer are quantised with, which a plain weight has no use for.
@@ -55,15 +54,13 @@ _OF_ACTIVATIONS = frozenset(
 class DecodedWeights:
     """Parameters in the place of codes.
 
-    `tensors`  all tensors of the checkpoint; those that are computed lie in files behind its own
-    `files`    {computed file: its pages}, in the order of their numbers
+    `tensors`  all tensors of the checkpoint
     `names`    {canonical name of a parameter: the codes that it was}
     `lost`     scales of activations and of the cache of keys and values, which nothing carries
     `note`     one line on what became what
     """
 
     tensors: dict[str, TensorEntry]
-    files: dict[str, PagedFile]
     names: dict[str, str]
     lost: list[Dropped]
     note: str
@@ -81,6 +78,7 @@ def decode_weights(
     chosen: Iterable[str],
     choose: Callable[[str, str], str],
     dtype: str | None,
+    files: ComputedFiles,
 ) -> DecodedWeights:
     """Put parameters in the place of codes; nothing is computed yet, but shapes that stand in tensors are read.
 
@@ -90,6 +88,7 @@ def decode_weights(
         chosen: the codes to decode.
         choose: returns the dtype that a tensor is asked to have, from its name and the one it has.
         dtype: that of the model, by its config; None where it does not say.
+        files: those of the checkpoint; gets those of the parameters.
 
     Raises:
         Unsupported: the numbers of a scheme are not known, or the weight is more than its codes.
@@ -105,7 +104,7 @@ def decode_weights(
     of_cache = [] if stays else [n for n, of in found.belongs.items() if of == n and n not in found.weights]
     lost = [n for n, part in gone.items() if part in _OF_ACTIVATIONS] + of_cache
     why = "it scales activations, which the dequantised model does not quantise"
-    files: dict[str, PagedFile] = {}
+    files.working_bytes = max(files.working_bytes, _WORKING_BYTES)
     tensors: dict[str, TensorEntry] = {}
     names: dict[str, str] = {}
     for name, t in ckpt.tensors.items():
@@ -117,9 +116,7 @@ def decode_weights(
         read = _PartReader(reader, weight.parts)
         weight = replace(weight, shape=_find_shape(weight, read))
         assert weight.shape is not None
-        file = f"{weight.weight} (dequantized)"
-        files[file] = _make_pages(weight, read)
-        chunks = Chunks.whole(weight.shape, len(ckpt.files) + len(files) - 1, 0, files[file].size)
+        chunks = Chunks.whole(weight.shape, *_add_parameter(weight, read, files))
         above = joined(t.path[:-1])
         inside = weight.weight == above  # of an object of torchao
         path = t.path[:-1] if inside else (*t.path[:-1], weight.weight.removeprefix(f"{above}."))
@@ -128,7 +125,7 @@ def decode_weights(
     kinds = ", ".join(dict.fromkeys(w.scheme for w in wanted.values()))
     dtypes = ", ".join(dict.fromkeys(tensors[n].dtype for n in names))
     note = f"{len(names):,} weights that were codes ({kinds}) are computed numbers now ({dtypes})"
-    return DecodedWeights(tensors, files, names, [Dropped(n, ckpt.tensors[n].nbytes, why) for n in lost], note)
+    return DecodedWeights(tensors, names, [Dropped(n, ckpt.tensors[n].nbytes, why) for n in lost], note)
 
 
 def count_parameters(opened: OpenCheckpoint, found: Encodings) -> dict[str, int | float | None]:
@@ -236,7 +233,7 @@ class IndexedReader:
         t = self.entry(name)
         full = (*index, *(slice(None) for _ in t.shape[len(index) :]))
         ranges = [range(n)[i] if isinstance(i, slice) else range(i, i + 1) for i, n in zip(full, t.shape, strict=True)]
-        found = self._boxes.read(t, tuple(r.start for r in ranges), tuple(map(len, ranges)))
+        found = self._boxes.read(t, [(tuple(r.start for r in ranges), tuple(map(len, ranges)))])
         return found.reshape([len(r) for r, i in zip(ranges, full, strict=True) if isinstance(i, slice)])
 
 
@@ -255,27 +252,24 @@ class _PartReader(NamedTuple):
         return self.boxes.read(part, self.parts[part], index)
 
 
-def _make_pages(weight: Encoded, read: _PartReader) -> PagedFile:
-    """Make the file of a parameter, row-major in the dtype of `weight.dtype`, whose pages are some rows each."""
+def _add_parameter(weight: Encoded, read: _PartReader, files: ComputedFiles) -> Extent:
+    """Add the file of a parameter in the dtype `weight.dtype`, whose pages are some rows each; returns its place."""
     assert weight.shape is not None
     formula = FORMULAS[weight.kind]
     rows_each, columns = (1, 1, *weight.shape)[-2:]
     leading = weight.shape[:-2]
-    rows = prod(leading) * rows_each
     count = max(1, _NUMBERS // max(1, columns))
     count += -count % formula.step
-    row_bytes = columns * ITEMSIZE[weight.dtype]
 
-    def compute(page: int) -> memoryview:
-        """Compute the bytes of a page."""
+    def compute(first: int, end: int) -> Array:
+        """Compute the elements [first, end), which are whole rows."""
         import numpy as np
 
-        first, end = page * count, min((page + 1) * count, rows)
-        out = memoryview(np.empty((end - first) * row_bytes, "u1").data)
+        out = np.empty(end - first, numpy_dtype(weight.dtype))
         at = first
         while at < end:
-            matrix, row = divmod(at, rows_each)
-            stop = min(rows_each, row + end - at)
+            matrix, row = divmod(at // columns, rows_each)
+            stop = min(rows_each, row + (end - at) // columns)
             lead = tuple(int(i) for i in np.unravel_index(matrix, leading))
             try:
                 numbers = formula.compute(weight, Rows(lead, row, stop), read)
@@ -284,24 +278,9 @@ def _make_pages(weight: Encoded, read: _PartReader) -> PagedFile:
                     f'"{weight.weight}": the tensors that it is encoded in contradict each other ({e}): '
                     + ", ".join(f"{n} {list(read.shape(part))}" for part, n in weight.parts.items())
                 ) from None
-            into = out[(at - first) * row_bytes : (at - first + stop - row) * row_bytes]
-            _store_numbers(numbers, weight.rounded, into, weight.dtype)
-            at += stop - row
+            rounded = cast_array(np.ascontiguousarray(numbers).reshape(-1), "float32", weight.rounded)[0]
+            out[at - first : at - first + rounded.size] = cast_array(rounded, weight.rounded, weight.dtype)[0]
+            at += rounded.size
         return out
 
-    return PagedFile(rows * row_bytes, count * row_bytes, compute)
-
-
-def _store_numbers(numbers: Array, rounded: str, into: memoryview, to: str) -> None:
-    """Write float32 numbers in the dtype `to`, rounded to `rounded` before."""
-    import numpy as np
-
-    data, dtype = memoryview(np.ascontiguousarray(numbers).reshape(-1).view("u1").data), "float32"
-    if rounded not in ("float32", to):
-        between = memoryview(np.empty(numbers.size * ITEMSIZE[rounded], "u1").data)
-        cast(data, dtype, between, rounded)
-        data, dtype = between, rounded
-    if dtype == to:
-        into[:] = data
-    else:
-        cast(data, dtype, into, to)
+    return files.add(f"{weight.weight} (dequantized)", weight.dtype, weight.shape, compute, count * columns, 0)

@@ -16,7 +16,7 @@ import fnmatch
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from math import prod
-from typing import TYPE_CHECKING, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, NamedTuple
 
 from ...errors import Corrupt, Unsupported, UsageError, argument
 from ...huggingface.encodings import Encoded, Encodings
@@ -32,11 +32,12 @@ from ...index.composites import (
     without_plain_rows,
 )
 from ...index.draft import Dropped
-from ...storage.overlay import ComputedSource, PagedFile
+from ...storage.overlay import ComputedSource
 from ...storage.source import Source
+from ..computed_files import ComputedFiles
 from ..copy.dtypes import numpy_dtype
 from ..copy.stream import small
-from .decoding_weights import WORKING_BYTES, decode_weights, names_of_weight
+from .decoding_weights import decode_weights, names_of_weight
 
 if TYPE_CHECKING:
     from ..copy.dtypes import Array
@@ -48,7 +49,6 @@ __all__ = ["Dequantized", "dequantize"]
 #: them.
 _BLOCKS = frozenset(("Float8Tensor", "Int8Tensor", "MXTensor", "NVFP4Tensor"))
 _PARTS = {"qdata": "codes", "scale": "scale", "zero_point": "zero_point", "per_tensor_scale": "scale_2"}
-Computed: TypeAlias = tuple[int, Callable[[], memoryview]] | PagedFile
 
 
 class Dequantized(NamedTuple):
@@ -93,35 +93,27 @@ def dequantize(
     of_torchao = {n: weight for n, c in chosen.items() if (weight := _encoded_object(n, c)) is not None}
     codes += [w.parts["codes"] for w in of_torchao.values()]
     lost: list[Dropped] = []
-    made: dict[str, Computed] = {}
+    files = ComputedFiles(ckpt)
     if codes:
         more = {w.parts["codes"]: w for w in of_torchao.values()}
         every = replace(found, weights={**found.weights, **more})
-        decoded = decode_weights(opened, every, codes, choose, dtype)
+        decoded = decode_weights(opened, every, codes, choose, dtype, files)
         marks = {joined((*c.path, MARK)) for n, c in chosen.items() if n in of_torchao}
         chosen = {n: c for n, c in chosen.items() if n not in of_torchao}
-        added, sizes = list(decoded.files), [f.size for f in decoded.files.values()]
         ckpt = replace(
             ckpt,
             tensors=decoded.tensors,
             values={n: v for n, v in ckpt.values.items() if n not in marks},
-            files=[*ckpt.files, *added],
-            sizes=[*ckpt.sizes, *sizes],
             notes=[*ckpt.notes, decoded.note],
             dequantized={**ckpt.dequantized, **decoded.names},
         )
-        made |= decoded.files
         lost = decoded.lost
-    working = WORKING_BYTES if codes else 0
     if chosen:
-        ckpt, of_objects, largest = _dequantize_objects(ckpt, source, chosen)
-        made |= of_objects
-        working = max(working, 4 * largest)
+        ckpt = _dequantize_objects(ckpt, source, chosen, files)
     before = opened.checkpoint
-    ckpt = replace(
-        ckpt, recorded={n: d for n, d in before.recorded.items() if ckpt.tensors.get(n) is before.tensors[n]}
-    )
-    return Dequantized(ckpt, ComputedSource(source, made, (), working), lost)
+    recorded = {n: d for n, d in before.recorded.items() if ckpt.tensors.get(n) is before.tensors[n]}
+    ckpt = replace(ckpt, files=files.names, sizes=files.sizes, recorded=recorded)
+    return Dequantized(ckpt, ComputedSource(source, files.made, (), files.working_bytes), lost)
 
 
 def _encoded_object(name: str, found: Composite) -> Encoded | None:
@@ -171,13 +163,13 @@ def _refuse_patterns(
 
 
 def _dequantize_objects(
-    ckpt: Checkpoint, source: Source, chosen: Mapping[str, Composite]
-) -> tuple[Checkpoint, dict[str, Computed], int]:
-    """Put float32 tensors in the place of torchao's; returns (the index, {file: what computes it}, bytes of the largest
-    of these files).
+    ckpt: Checkpoint, source: Source, chosen: Mapping[str, Composite], files: ComputedFiles
+) -> Checkpoint:
+    """Put float32 tensors in the place of torchao's; returns the index.
 
     Args:
         chosen: {name: tensor of torchao}.
+        files: gets those that are computed.
 
     Raises:
         Unsupported: ckpttool does not know how to compute the numbers of a class, or parts of ranks were stored
@@ -185,10 +177,7 @@ def _dequantize_objects(
     """
     # each is a file that is computed when it is read, one for each part in which it is stored
     names = {path: n for n, c in chosen.items() for path in c.leaves()}
-    made: dict[str, Computed] = {}
-    files, sizes = list(ckpt.files), list(ckpt.sizes)
     tensors: dict[str, TensorEntry] = {}
-    largest = 0
     for name, t in ckpt.tensors.items():
         of = names.get(t.path)
         if of is None:
@@ -204,19 +193,14 @@ def _dequantize_objects(
                 )
             chunks = Chunks(len(found.shape))
             for row, shape, parts in _stored_parts(found):
-                file, nbytes = f"{of} (dequantized, from row {row})", prod(shape) * 4
-                made[file] = (nbytes, _dequantizer(ckpt, source, parts, compute))
+                file, part = f"{of} (dequantized, from row {row})", _dequantizer(ckpt, source, parts, compute)
                 start: tuple[int, ...] = (row, *(0 for _ in shape[1:]))
-                chunks.add(start[: len(shape)], shape, len(files), 0, nbytes)
-                files.append(file)
-                sizes.append(nbytes)
-                largest = max(largest, nbytes)
+                chunks.add(start[: len(shape)], shape, *files.add(file, "float32", shape, part, prod(shape), 16))
             tensors[of] = TensorEntry("float32", found.shape, found.path, chunks)
     values = {n: v for n, v in ckpt.values.items() if not (v.path[-1] == MARK and joined(v.path[:-1]) in chosen)}
     kinds = ", ".join(dict.fromkeys(class_label(c.about) for c in chosen.values()))
     note = f"{len(chosen):,} tensors ({kinds}) are float32 now, the exact value of each code"
-    notes = [*ckpt.notes, note]
-    return replace(ckpt, tensors=tensors, values=values, files=files, sizes=sizes, notes=notes), made, largest
+    return replace(ckpt, tensors=tensors, values=values, notes=[*ckpt.notes, note])
 
 
 class _StoredPart(NamedTuple):
@@ -295,22 +279,21 @@ def _chunk_of_rows(t: TensorEntry, first: int, rows: int) -> TensorEntry | None:
 
 def _dequantizer(
     ckpt: Checkpoint, source: Source, parts: Mapping[str, TensorEntry], compute: Callable[..., Array]
-) -> Callable[[], memoryview]:
-    """Return a function that reads the tensors of one part and computes its float32 bytes.
+) -> Callable[[int, int], Array]:
+    """Return a function that reads the tensors of one part and computes its float32 numbers, all of them at once.
 
     Args:
         parts: {name inside the quantised tensor: the tensor}.
         compute: a formula that takes them as arrays of these names.
     """
 
-    def dequantize_part() -> memoryview:
-        """Read the tensors of the part, and return its float32 bytes."""
+    def dequantize_part(first: int, end: int) -> Array:
+        """Read the tensors of the part, and return its numbers."""
         import numpy as np
 
         data = small(replace(ckpt, tensors=dict(parts)), source, parts)
         arrays = {n: np.frombuffer(data[n], numpy_dtype(t.dtype)) for n, t in parts.items()}
-        numbers = arrays[PLAIN].astype("f4") if PLAIN in arrays else compute(**arrays)
-        return memoryview(np.ascontiguousarray(numbers).view("u1").data)
+        return arrays[PLAIN].astype("f4") if PLAIN in arrays else compute(**arrays)
 
     return dequantize_part
 

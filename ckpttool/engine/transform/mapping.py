@@ -22,7 +22,7 @@ from ...index.expressions import evaluate_size
 from ...index.map_groups import Key, ResolvedGroup, TensorGroup, find_ignored, group_names, make_views, resolve_group
 from ...index.name_maps import NameMap
 from ...printable import list_first
-from ...storage.overlay import ENDLESS, ZEROS, ComputedSource, JoinedSource
+from ...storage.overlay import ENDLESS, ZEROS, ComputedSource, JoinedSource, PagedFile
 from ...storage.source import Source
 from ..copy.stream import small
 from .added_one import FILE, add_one_to_norms
@@ -53,7 +53,8 @@ def apply_map(ckpt: Checkpoint, source: Source, found: NameMap, config: Config) 
     files = JoinedSource(source) if ZEROS in mapping.made else source
     if FILE in mapping.made:
         data = mapping.made[FILE]
-        files = ComputedSource(files, {FILE: (len(data), lambda: memoryview(data))}, (), len(data))
+        pages = PagedFile(len(data), len(data), lambda _: memoryview(data))
+        files = ComputedSource(files, {FILE: pages}, (), len(data))
     return out, files
 
 

@@ -11,8 +11,8 @@ largest number of a block, 448 * scale rounded, divided by 448 is the scale agai
 bfloat16 when they were quantised first. Scales that were made otherwise, as transformers' own, which rounds twice, may
 differ in the last bits.
 
-Codes and scales are files that are computed when they are read, some rows of blocks at a time (`PagedFile`), so each
-weight is read twice. The error of each page of codes is measured while it is computed.
+Codes and scales are files that are computed when they are read, some rows of blocks at a time (computed_files.py), so
+each weight is read twice. The error of each page of codes is measured while it is computed.
 
 Which weights: if the config of the model has a quantization_config, what that says. Otherwise those that transformers
 would quantise in the layers of the language model: its linear layers and experts, without routers. A weight that is not
@@ -37,6 +37,7 @@ from ...huggingface import Config, encodings, hub_names, model_files
 from ...index.checkpoint import Checkpoint, Chunks, TensorEntry, joined
 from ...storage.overlay import ComputedSource, PagedFile
 from ...storage.source import Source
+from ..computed_files import ComputedFiles
 from .decoding_weights import IndexedReader
 
 if TYPE_CHECKING:
@@ -289,7 +290,6 @@ class QuantizedSource(ComputedSource):
         rows: dict[str, list[float]] = {}
         for file, weight in quantized["files"].items():
             made = self.made[file]
-            assert isinstance(made, PagedFile)
             for page in range(-(-made.size // made.page)):
                 if f"{page} {file}" not in self.measured:
                     made.compute(page)
@@ -323,11 +323,10 @@ def describe_errors(about: Mapping[str, Any]) -> str:
 
 @dataclass
 class _Made:
-    """Codes and scales in the place of weights: tensors, computed files, {file of codes: weight}."""
+    """Codes and scales in the place of weights: files, tensors, {file of codes: weight}."""
 
-    first: int  # number of the first computed file
+    files: ComputedFiles
     tensors: dict[str, TensorEntry] = field(default_factory=dict)
-    pages: dict[str, PagedFile] = field(default_factory=dict)
     weights: dict[str, str] = field(default_factory=dict)
 
 
@@ -364,7 +363,7 @@ def quantize(opened: OpenCheckpoint, given: str | None) -> tuple[Checkpoint, Qua
             f"{argument('quantize', FP8_BLOCK)}: none of the {len(model):,} weights is of a linear layer that would be "
             "quantised."
         )
-    wanted, made = set(chosen.weights), _Made(len(ckpt.files))
+    wanted, made = set(chosen.weights), _Made(ComputedFiles(ckpt))
     of_codes: dict[str, list[float]] = {}
     read = IndexedReader(opened)
     for name, t in ckpt.tensors.items():
@@ -373,21 +372,21 @@ def quantize(opened: OpenCheckpoint, given: str | None) -> tuple[Checkpoint, Qua
             _add_codes(made, name, t, [_Matrix(name, lead, t.shape[-2:], scheme, read, of_codes) for lead in leads])
         else:
             made.tensors[name] = t
-    out = QuantizedSource(source, made.pages)
+    out = QuantizedSource(source, made.files.made)
     out.measured = of_codes
     left = (
         f'; {len(chosen.ragged):,} that are no whole blocks stay, first "{chosen.ragged[0]}"' if chosen.ragged else ""
     )
     note = f"{len(wanted):,} weights become fp8 in blocks of {scheme.block[0]}x{scheme.block[1]}{left}"
-    files, sizes = [*ckpt.files, *made.pages], [*ckpt.sizes, *(p.size for p in made.pages.values())]
     quantized = {
         "scheme": FP8_BLOCK,
         "config": _make_config(scheme, chosen),
         "files": made.weights,
-        "more_to_read": 2 * sum(model[n].nbytes for n in wanted) - sum(p.size for p in made.pages.values()),
+        "more_to_read": 2 * sum(model[n].nbytes for n in wanted) - sum(p.size for p in made.files.made.values()),
     }
+    files, notes = made.files, [*ckpt.notes, note]
     return replace(
-        ckpt, tensors=made.tensors, files=files, sizes=sizes, notes=[*ckpt.notes, note], quantized=quantized
+        ckpt, tensors=made.tensors, files=files.names, sizes=files.sizes, notes=notes, quantized=quantized
     ), out
 
 
@@ -437,31 +436,28 @@ class _Matrix:
         """Return the name of a computed file: "codes" or "scales"."""
         return f"{self.name}{list(self.lead) or ''} ({kind})"
 
-    def compute_codes(self, page: int) -> memoryview:
-        """Compute the bytes of a page of codes, and measure their error."""
+    def compute_codes(self, first: int, end: int) -> Array:
+        """Compute the codes [first, end) of whole rows of blocks, and measure their error."""
         import ml_dtypes
         import numpy as np
 
-        rows, sums = self._rows(page), [0.0, 0.0, 0.0]
+        rows, sums = range(first // self.shape[1], end // self.shape[1]), [0.0, 0.0, 0.0]
         out = np.empty((len(rows), self.shape[1]), ml_dtypes.float8_e4m3fn)
         for columns, x, found in self._blocks(rows):
             out[:, columns] = found.codes
             error = _measure_error(x, found, self.scheme)
             sums = [sums[0] + error[0], sums[1] + error[1], max(sums[2], error[2])]
+        page = rows.start // (self.page_blocks * self.scheme.block[0])
         self.measured[f"{page} {self.file('codes')}"] = sums
-        return memoryview(out.reshape(-1).view("u1").data)
+        return out
 
-    def compute_scales(self, page: int) -> memoryview:
-        """Compute the bytes of a page of scales."""
+    def compute_scales(self, first: int, end: int) -> Array:
+        """Compute the scales [first, end) of whole rows of blocks."""
         import numpy as np
 
-        out = np.concatenate([found.scales for _, _, found in self._blocks(self._rows(page))], axis=1)
-        return memoryview(np.ascontiguousarray(out).reshape(-1).view("u1").data)
-
-    def _rows(self, page: int) -> range:
-        """Return the rows of a page."""
-        count = self.page_blocks * self.scheme.block[0]
-        return range(page * count, min((page + 1) * count, self.shape[0]))
+        down, along = self.scheme.block[0], self.grid[1]
+        rows = range(first // along * down, min(end // along * down, self.shape[0]))
+        return np.concatenate([found.scales for _, _, found in self._blocks(rows)], axis=1)
 
     def _blocks(self, rows: range) -> Iterator[tuple[slice, Array, _Blocks]]:
         """Quantise some rows; yields (columns, their numbers, codes and scales) of as many columns as fit into a page.
@@ -495,13 +491,12 @@ def _add_codes(made: _Made, name: str, t: TensorEntry, matrices: Iterable[_Matri
     grid: tuple[int, ...] = ()
     for m in matrices:
         grid, blocks, one = m.grid, m.page_blocks, (1,) * len(m.lead)
-        for chunks, kind, shape, page_bytes, compute in (
-            (codes, "codes", m.shape, blocks * m.scheme.block[0] * m.shape[1], m.compute_codes),
-            (scales, "scales", grid, blocks * grid[1] * 4, m.compute_scales),
+        for chunks, kind, dtype, shape, page, compute in (
+            (codes, "codes", "float8_e4m3fn", m.shape, blocks * m.scheme.block[0] * m.shape[1], m.compute_codes),
+            (scales, "scales", "float32", grid, blocks * grid[1], m.compute_scales),
         ):
-            size = math.prod(shape) * (1 if kind == "codes" else 4)
-            chunks.add((*m.lead, 0, 0), (*one, *shape), made.first + len(made.pages), 0, size)
-            made.pages[m.file(kind)] = PagedFile(size, page_bytes, compute)
+            file = made.files.add(m.file(kind), dtype, shape, compute, page, 0)
+            chunks.add((*m.lead, 0, 0), (*one, *shape), *file)
         made.weights[m.file("codes")] = name
     made.tensors[name] = TensorEntry("float8_e4m3fn", t.shape, t.path, codes)
     path = (*t.path[:-1], f"{t.path[-1]}_scale_inv")
