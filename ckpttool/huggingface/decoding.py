@@ -26,30 +26,26 @@ torch/quantization/qtensor.
 from __future__ import annotations
 
 from collections.abc import Callable
-from fractions import Fraction
-from math import ceil, prod
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeAlias
+from math import prod
+from operator import imul, isub
+from typing import NamedTuple, Protocol
 
-from .. import bounded_json
-from ..errors import Corrupt, Unsupported
+from ..errors import Corrupt
 from .encodings import Encoded
 from .packed_formulas import (
-    dequantize_absmax,
-    dequantize_awq,
-    dequantize_bnb_4bit,
-    dequantize_bnb_int8,
-    dequantize_gptq,
+    SMALL,
+    Array,
+    compute_awq,
+    compute_bnb_4bit,
+    compute_bnb_int8,
+    compute_gptq,
+    names_groups,
+    read_bnb_shape,
+    round_numbers,
     unpack_bits,
 )
 
-if TYPE_CHECKING:
-    import numpy as np
-
-Array: TypeAlias = "np.ndarray[Any, Any]"
-
 __all__ = ["FORMULAS", "Formula", "Read", "Rows", "scale_numbers"]
-
-_SMALL = 16 << 20  # codes of one matrix that are read whole
 
 
 class Rows(NamedTuple):
@@ -75,7 +71,8 @@ class Read(Protocol):
 class Formula(NamedTuple):
     """How the numbers of one kind of code are computed.
 
-    `compute`  returns the float32 numbers of some rows, [rows, columns], as an array of its own memory
+    `compute`  returns the float32 numbers of some rows, [rows, columns], as an array of its own memory; the caller has
+               told numpy to be silent about numbers that overflow
     `step`     rows are asked for in multiples of this, but for the last ones of a matrix
     `shape`    returns the shape of the parameter, where it takes more than shapes of tensors to know; `Encoded.shape`
                is what they tell, or None
@@ -95,8 +92,7 @@ def scale_numbers(scale: Array) -> Array:
 
     if scale.dtype != np.uint8:
         return scale.astype("f4")
-    with np.errstate(over="ignore"):
-        found: Array = np.ldexp(np.float32(1), scale.astype("i4") - 127)
+    found: Array = np.ldexp(np.float32(1), scale.astype("i4") - 127)
     return found
 
 
@@ -144,14 +140,12 @@ def _combine(operate: Callable[..., Array], numbers: Array, grid: Array, block: 
     """Combine numbers in place with those of a grid, of which a block of rows and columns shares each.
 
     Args:
-        operate: numpy's multiply or subtract.
+        operate: imul or isub.
         numbers: [rows, columns], float32.
         grid: [blocks of rows, blocks of columns], float32.
         block: rows and columns of a block.
         first: row of the matrix that the first row of `numbers` is.
     """
-    import numpy as np
-
     if block[0] > 1 and len(grid) > 1:
         at = 0
         for k in range(len(grid)):
@@ -161,95 +155,74 @@ def _combine(operate: Callable[..., Array], numbers: Array, grid: Array, block: 
         return
     columns, shared = numbers.shape[1], grid.shape[1]
     if shared == 1:
-        operate(numbers, grid, out=numbers)
+        operate(numbers, grid)
     elif shared * block[1] == columns:
-        blocks = numbers.reshape(len(numbers), shared, block[1])
-        operate(blocks, grid[..., None], out=blocks)
+        operate(numbers.reshape(len(numbers), shared, block[1]), grid[..., None])
     else:
-        operate(numbers, np.repeat(grid, block[1], axis=1)[:, :columns], out=numbers)
+        operate(numbers, grid.repeat(block[1], axis=1)[:, :columns])
 
 
 # ---------------------------------------------------------------------------------------------------------- formulas
 
 
-def _scale_blocks(weight: Encoded, numbers: Array, rows: Rows, read: Read) -> Array:
-    """Subtract the zero points of some rows, if there are any, and multiply by their scales, in place."""
-    import numpy as np
-
-    assert weight.block is not None
-    if "zero_point" in weight.parts:
-        _check_alike(weight, read)
-        zeros = _read_grid("zero_point", rows, weight.block[0], read).astype("f4")
-        _combine(np.subtract, numbers, zeros, weight.block, rows.first)
-    scale = scale_numbers(_read_grid("scale", rows, weight.block[0], read))
-    if weight.rounds_scale:
-        scale = _rounded(scale, weight.rounded)
-    with np.errstate(all="ignore"):
-        _combine(np.multiply, numbers, scale, weight.block, rows.first)
-    return numbers
-
-
-def _check_alike(weight: Encoded, read: Read) -> None:
-    """Check that there are as many zero points as scales, in one shape, so that none stands for others.
-
-    Raises:
-        Corrupt: there are not.
-    """
-    zeros, scales = read.shape("zero_point"), read.shape("scale")
-    if zeros != scales:
-        raise Corrupt(
-            f'"{weight.parts["zero_point"]}" has zero points in {list(zeros)}, and "{weight.parts["scale"]}" scales in '
-            f"{list(scales)}."
-        )
-
-
-def _rounded(numbers: Array, dtype: str) -> Array:
-    """Round float32 numbers to another dtype, and return them as float32."""
-    import ml_dtypes
-    import numpy as np
-
-    to = np.dtype(ml_dtypes.bfloat16 if dtype == "bfloat16" else dtype)
-    with np.errstate(all="ignore"):
-        return numbers.astype(to).astype("f4")
-
-
 def _read_codes(rows: Rows, read: Read) -> Array:
     """Read the codes of some rows, [rows, codes]; those of a vector are one row."""
-    return (
-        read("codes", *rows.lead, slice(rows.first, rows.end)) if len(read.shape("codes")) > 1 else read("codes")[None]
-    )
+    if len(read.shape("codes")) < 2:
+        return read("codes")[None]
+    return read("codes", *rows.lead, slice(rows.first, rows.end))
 
 
 def _compute_blocks(weight: Encoded, rows: Rows, read: Read) -> Array:
-    """Compute rows of float8 or int8 codes."""
-    return _scale_blocks(weight, _float_numbers(_read_codes(rows, read)), rows, read)
+    """Compute rows of float8, int8 or four-bit codes: subtract the zero points, if there are any, and multiply by the
+    scales.
 
-
-def _compute_fp4(weight: Encoded, rows: Rows, read: Read) -> Array:
-    """Compute rows of four-bit codes, with the scale of the whole weight where there is one."""
-    import numpy as np
-
+    Raises:
+        Corrupt: zero points do not fit the scales, or the scale of the whole weight is missing or not one.
+    """
     assert weight.block is not None
-    numbers = _fp4_numbers(_read_codes(rows, read))
+    codes = _read_codes(rows, read)
+    numbers = _fp4_numbers(codes) if weight.kind == "fp4" else _float_numbers(codes)
+    if "zero_point" in weight.parts and weight.kind == "blocks":
+        of_zeros, of_scales = read.shape("zero_point"), read.shape("scale")
+        if of_zeros != of_scales:
+            raise Corrupt(
+                f'"{weight.parts["zero_point"]}" has zero points in {list(of_zeros)}, and "{weight.scale}" scales in '
+                f"{list(of_scales)}."
+            )
+        zeros = _read_grid("zero_point", rows, weight.block[0], read).astype("f4")
+        _combine(isub, numbers, zeros, weight.block, rows.first)
     scale = scale_numbers(_read_grid("scale", rows, weight.block[0], read))
-    of_whole = next((part for part in ("scale_2", "global_scale") if part in weight.parts), None)
-    lead = read.shape("codes")[:-2]
-    if of_whole is None and weight.scheme.startswith("nvfp4") and not weight.parts["codes"].endswith("qdata"):
-        raise Corrupt(
-            f'"{weight.parts["codes"]}" is nvfp4 without the scale of the whole weight (weight_global_scale or '
-            "weight_scale_2), so that its numbers are not known."
-        )
-    if of_whole is not None and prod(read.shape(of_whole)) not in (1, prod(lead)):
-        raise Corrupt(f'"{weight.parts[of_whole]}" has {list(read.shape(of_whole))} numbers, and one scales a weight.')
-    with np.errstate(all="ignore"):
-        if of_whole == "scale_2":
-            scale *= _read_grid(of_whole, rows, rows.end, read)
-        elif of_whole is not None:
-            scale /= _read_grid(of_whole, rows, rows.end, read)
-            if not read.shape(of_whole):  # torch keeps bfloat16 where the other number has no dimension
-                scale = _rounded(scale, "bfloat16")
-        _combine(np.multiply, numbers, scale, weight.block, rows.first)
+    if weight.kind == "fp4":
+        scale = _scale_by_whole(weight, scale, rows, read)
+    elif weight.rounds_scale:
+        scale = round_numbers(scale, weight.rounded)
+    _combine(imul, numbers, scale, weight.block, rows.first)
     return numbers
+
+
+def _scale_by_whole(weight: Encoded, scale: Array, rows: Rows, read: Read) -> Array:
+    """Return scales of four-bit codes with the scale of the whole weight applied, where there is one.
+
+    Raises:
+        Corrupt: it is missing, or there are several.
+    """
+    of_whole = next((part for part in ("scale_2", "global_scale") if part in weight.parts), None)
+    if of_whole is None:
+        if weight.scheme.startswith("nvfp4") and not weight.parts["codes"].endswith("qdata"):
+            raise Corrupt(
+                f'"{weight.parts["codes"]}" is nvfp4 without the scale of the whole weight (weight_global_scale or '
+                "weight_scale_2), so that its numbers are not known."
+            )
+        return scale
+    shape = read.shape(of_whole)
+    if prod(shape) not in (1, prod(read.shape("codes")[:-2])):
+        raise Corrupt(f'"{weight.parts[of_whole]}" has {list(shape)} numbers, and one scales a weight.')
+    whole = _read_grid(of_whole, rows, rows.end, read)
+    if of_whole == "scale_2":
+        scale *= whole
+        return scale
+    scale /= whole
+    return scale if shape else round_numbers(scale, "bfloat16")  # torch keeps that where a number has no dimension
 
 
 def _compute_transposed_fp4(weight: Encoded, rows: Rows, read: Read) -> Array:
@@ -258,13 +231,12 @@ def _compute_transposed_fp4(weight: Encoded, rows: Rows, read: Read) -> Array:
     import numpy as np
 
     groups = slice(rows.first // 32, -(-rows.end // 32))
-    if prod(read.shape("codes")[len(rows.lead) :]) <= _SMALL:  # one long read instead of one for each column
+    if prod(read.shape("codes")[len(rows.lead) :]) <= SMALL:
         codes, scale = read("codes", *rows.lead)[:, groups], read("scale", *rows.lead)[:, groups]
     else:
         codes, scale = (read(part, *rows.lead, slice(None), groups) for part in ("codes", "scale"))
     numbers = _fp4_numbers(codes)
-    with np.errstate(all="ignore"):
-        numbers *= scale_numbers(scale)[..., None]
+    numbers *= scale_numbers(scale)[..., None]
     return np.ascontiguousarray(numbers.reshape(len(numbers), -1).T)
 
 
@@ -320,171 +292,27 @@ def _compute_packed(weight: Encoded, rows: Rows, read: Read) -> Array:
     block = (1, -(-columns // scale.shape[1]))
     order = read("g_idx") if "g_idx" in weight.parts and scale.shape[1] > 1 else None
     odd = "" if zeros.shape in ((1, 1), (len(codes), 1), (len(codes), scale.shape[1])) else "zero_point"
-    if order is not None and not (order == -1).any() and not _names_groups(order, columns, scale.shape[1]):
+    if order is not None and not (order == -1).any() and not names_groups(order, columns, scale.shape[1]):
         odd = "g_idx"
     if odd:
         raise Corrupt(f'"{weight.parts[odd]}" does not fit {list(weight.shape)} codes in {scale.shape[1]:,} groups.')
     if order is not None and not (order == -1).any():
         scale, block = scale[:, order], (1, 1)
         zeros = zeros[:, order] if zeros.shape[1] > 1 else zeros
-    _combine(np.subtract, numbers, zeros, block, 0)
-    _combine(np.multiply, numbers, scale, block, 0)
+    _combine(isub, numbers, zeros, block, 0)
+    _combine(imul, numbers, scale, block, 0)
     return numbers
-
-
-def _names_groups(order: Array, columns: int, groups: int) -> bool:
-    """Tell whether `order` names one of so many groups for each column."""
-    fits = order.shape == (columns,) and order.dtype.kind in "iu"
-    return bool(fits and (not columns or 0 <= order.min() <= order.max() < groups))
-
-
-def _read_transposed(weight: Encoded, rows: Rows, per_word: Fraction, read: Read) -> tuple[Array, Array, Array, Array]:
-    """Read what the rows of a GPTQ or AWQ weight need, which are columns of its tensors: codes, zero points, scales,
-    and the group of each column of the parameter.
-
-    Args:
-        per_word: columns of the zero points in a word.
-
-    Raises:
-        Corrupt: g_idx names a group that has no scale, or zero points are more or fewer than the scales.
-    """
-    import numpy as np
-
-    assert weight.shape is not None and weight.block is not None
-    here = slice(rows.first, rows.end)
-    packed = slice(int(rows.first / per_word), ceil(rows.end / per_word))
-    of_codes = packed if read.shape("codes")[1] < weight.shape[0] else here
-    # one long read instead of one for each group or word
-    small = prod(read.shape("codes")) * 4 <= _SMALL
-    codes = read("codes")[:, of_codes] if small else read("codes", slice(None), of_codes)
-    groups = read("g_idx") if "g_idx" in weight.parts else np.arange(weight.shape[1]) // weight.block[1]
-    scales = read("scale")[:, here]
-    if not _names_groups(groups, weight.shape[1], len(scales)):
-        raise Corrupt(
-            f'"{weight.parts.get("g_idx", weight.parts["codes"])}" names groups of {weight.shape[1]:,} columns that '
-            f"have no scale: there are {len(scales)}."
-        )
-    wanted = (len(scales), ceil(weight.shape[0] / per_word))
-    if read.shape("qzeros") != wanted:
-        raise Corrupt(f'"{weight.parts["qzeros"]}" is {list(read.shape("qzeros"))}, and not {list(wanted)}.')
-    return codes, read("qzeros")[:, packed], scales, groups
-
-
-def _compute_gptq(weight: Encoded, rows: Rows, read: Read) -> Array:
-    """Compute rows of a GPTQ weight."""
-    assert weight.bits is not None
-    arrays = _read_transposed(weight, rows, Fraction(32, weight.bits), read)
-    return dequantize_gptq(*arrays, weight.bits, minus_one=weight.kind == "gptq")
-
-
-def _compute_awq(weight: Encoded, rows: Rows, read: Read) -> Array:
-    """Compute rows of an AWQ weight."""
-    return dequantize_awq(*_read_transposed(weight, rows, Fraction(8), read))
-
-
-class _QuantState(NamedTuple):
-    """What bitsandbytes says of a weight of four bits: the shape and dtype of the parameter, numbers of a block, and,
-    where absmax is quantised itself, those of its blocks and what is added to all (0: it is not); `item` is the bytes
-    of an element of the codes."""
-
-    shape: tuple[int, ...]
-    dtype: str
-    block: int
-    nested_block: int
-    offset: float
-    item: int
-
-
-def _read_quant_state(weight: Encoded, read: Read) -> _QuantState:
-    """Read the JSON text that bitsandbytes keeps in a tensor.
-
-    Raises:
-        Corrupt: it says something else, or there are more or fewer codes, scales or numbers in a table.
-    """
-    part = next((p for p in weight.parts if p.startswith("quant_state.")), None)
-    where = weight.parts.get(part or "", f"{weight.weight}.quant_state")
-    if part is None:
-        raise Corrupt(f'"{where}" is missing, which says the shape of the parameter and the numbers of a block.')
-    found = bounded_json.parse(read(part).tobytes(), where)
-    try:
-        shape = tuple(found["shape"])
-        nested = "nested_absmax" in weight.parts
-        out = _QuantState(
-            shape,
-            found["dtype"],
-            int(found["blocksize"]),
-            int(found["nested_blocksize"]) if nested else 0,
-            float(found["nested_offset"]) if nested else 0.0,
-            read("codes", *(slice(0, 1) for _ in read.shape("codes"))).itemsize,
-        )
-    except (KeyError, TypeError, ValueError) as e:
-        raise Corrupt(f'"{where}" is not what bitsandbytes writes ({type(e).__name__}: {e}).') from None
-    sound = all(type(n) is int and n >= 0 for n in shape) and out.block > 0 and out.nested_block >= nested
-    if out.dtype not in ("float32", "float16", "bfloat16") or not sound:
-        raise Corrupt(f'"{where}" is not what bitsandbytes writes: {str(found)[:300]}.')
-    # as many codes and scales as that says
-    size, codes, blocks = prod(shape), read.shape("codes"), read.shape("scale")[0]
-    if prod(codes) != -(-size // (2 * out.item)) or max(codes) != prod(codes) or blocks != -(-size // out.block):
-        raise Corrupt(
-            f'"{weight.parts["codes"]}" is {list(codes)} of {out.item} bytes with {blocks} scales, and a parameter of '
-            f"{list(shape)} in blocks of {out.block} has others."
-        )
-    nests = -(-blocks // out.nested_block) if nested else 0
-    wanted = {"quant_map": 16, **({"nested_absmax": nests, "nested_quant_map": 256} if nested else {})}
-    for name, count in wanted.items():
-        if name not in weight.parts or read.shape(name) != (count,):
-            raise Corrupt(f'"{weight.parts.get(name, f"{weight.weight}.{name}")}" does not have {count:,} numbers.')
-    return out
-
-
-def _compute_bnb_4bit(weight: Encoded, rows: Rows, read: Read) -> Array:
-    """Compute rows of NF4 or FP4, rounded to the dtype of its quant_state: parts of a flat tensor."""
-    import numpy as np
-
-    state, columns = _read_quant_state(weight, read), (1, *(weight.shape or ()))[-1]
-    codes, item = read.shape("codes"), state.item
-    matrix = int(np.ravel_multi_index(rows.lead, weight.shape[:-2])) if rows.lead and weight.shape else 0
-    above = matrix * (weight.shape or (1, 1))[-2] if rows.lead else 0
-    first, end = (above + rows.first) * columns, (above + rows.end) * columns
-    start = first // (2 * item)
-    packed = slice(start, -(-end // (2 * item)))
-    flat = read("codes", 0, packed) if codes[0] == 1 and len(codes) > 1 else read("codes", packed)
-    low, high = first // state.block, -(-end // state.block)
-    absmax = read("scale", slice(low, high))
-    if state.nested_block:
-        outer = np.arange(low, high) // state.nested_block
-        of_absmax = read("nested_absmax")[outer]
-        absmax = dequantize_absmax(absmax, of_absmax, read("nested_quant_map"), state.offset)
-    repeated = absmax.astype("f4")[np.arange(first, end) // state.block - low]
-    data = np.ascontiguousarray(flat).reshape(-1).view("u1")
-    numbers = dequantize_bnb_4bit(data, first - start * 2 * item, end - first, repeated, read("quant_map"))
-    return _rounded(numbers, state.dtype).reshape(-1, columns)
-
-
-def _compute_bnb_int8(weight: Encoded, rows: Rows, read: Read) -> Array:
-    """Compute rows of bitsandbytes' int8.
-
-    Raises:
-        Unsupported: the codes are in the order of a kernel of old GPUs.
-    """
-    if "weight_format" in weight.parts and read("weight_format").any():
-        raise Unsupported(
-            f'"{weight.parts["weight_format"]}" is not 0: the codes are in the order of a kernel of old GPUs, which '
-            "bitsandbytes does not read any more. Save the model in row-major order with the version that wrote it."
-        )
-    here = slice(rows.first, rows.end)
-    return dequantize_bnb_int8(read("codes", here), read("scale")[here])
 
 
 #: {kind of code, as `Encoded.kind` has it: its formula}.
 FORMULAS: dict[str, Formula] = {
     "blocks": Formula(_compute_blocks),
-    "fp4": Formula(_compute_fp4),
+    "fp4": Formula(_compute_blocks),
     "transposed fp4": Formula(_compute_transposed_fp4, 32),
     "packed integers": Formula(_compute_packed, 1, _shape_of_packed),
-    "gptq": Formula(_compute_gptq, 32),
-    "gptq v2": Formula(_compute_gptq, 32),
-    "awq": Formula(_compute_awq, 8),
-    "bitsandbytes 4": Formula(_compute_bnb_4bit, 1, lambda weight, read: _read_quant_state(weight, read).shape),
-    "bitsandbytes 8": Formula(_compute_bnb_int8),
+    "gptq": Formula(compute_gptq, 32),
+    "gptq v2": Formula(compute_gptq, 32),
+    "awq": Formula(compute_awq, 8),
+    "bitsandbytes 4": Formula(compute_bnb_4bit, 1, read_bnb_shape),
+    "bitsandbytes 8": Formula(compute_bnb_int8),
 }

@@ -1,11 +1,10 @@
-"""The numbers of GPTQ's, AWQ's and bitsandbytes' weights: numpy arrays of codes and scales in, numbers out.
+"""The numbers of GPTQ's, AWQ's and bitsandbytes' weights: formulas of decoding.py.
 
-Each function returns float32. Rounded to the dtype in which the library computes on a CPU (that of the scales for GPTQ
-and AWQ, of `quant_state` for NF4 and FP4), these are its numbers bit for bit, with two exceptions. FP4's second zero
-has the sign that it has in `quant_map`; bitsandbytes gives it one or none, by the machine and the shape. And where rows
-are no whole blocks, the kernel of bitsandbytes 0.50 for CPUs with AVX-512 takes scales of other blocks; here they are
-those of its kernels for GPUs. Arrays are parts of a weight: as many rows of the parameter as the caller wants in
-memory.
+Rounded to the dtype in which the library computes on a CPU (that of the scales for GPTQ and AWQ, of `quant_state` for
+NF4 and FP4), these are its numbers bit for bit, with two exceptions. FP4's second zero has the sign that it has in
+`quant_map`; bitsandbytes gives it one or none, by the machine and the shape. And where rows are no whole blocks, the
+kernel of bitsandbytes 0.50 for CPUs with AVX-512 takes scales of other blocks; here they are those of its kernels for
+GPUs.
 
     gptq   qweight [in * bits / 32, out], qzeros [groups, out * bits / 32], scales [groups, out], g_idx [in]
     awq    qweight [in, out / 8], qzeros [groups, out / 8], scales [groups, out]
@@ -21,24 +20,47 @@ int8_vectorwise_dequant).
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from fractions import Fraction
+from math import ceil, prod
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
+
+from .. import bounded_json
+from ..errors import Corrupt, Unsupported
+from ..index import boxes
+from .encodings import Encoded
 
 if TYPE_CHECKING:
-    from numpy.typing import NDArray
+    import numpy as np
 
-    Array = NDArray[Any]
+    from .decoding import Read, Rows
+
+Array: TypeAlias = "np.ndarray[Any, Any]"
 
 __all__ = [
-    "dequantize_absmax",
-    "dequantize_awq",
-    "dequantize_bnb_4bit",
-    "dequantize_bnb_int8",
-    "dequantize_gptq",
+    "SMALL",
+    "compute_awq",
+    "compute_bnb_4bit",
+    "compute_bnb_int8",
+    "compute_gptq",
+    "names_groups",
+    "read_bnb_shape",
+    "round_numbers",
     "unpack_bits",
 ]
 
+#: Bytes of codes of one matrix that are read whole, in one long read instead of many short ones.
+SMALL = 16 << 20
 #: The column, of eight, that each group of four bits of AWQ's words holds, from the lowest on.
 _AWQ_COLUMNS = (0, 2, 4, 6, 1, 3, 5, 7)
+
+
+def round_numbers(numbers: Array, dtype: str) -> Array:
+    """Round float32 numbers to another dtype, and return them as float32."""
+    import ml_dtypes
+    import numpy as np
+
+    to = np.dtype(ml_dtypes.bfloat16 if dtype == "bfloat16" else dtype)
+    return numbers.astype(to).astype("f4")
 
 
 def unpack_bits(words: Array, bits: int, count: int) -> Array:
@@ -69,46 +91,67 @@ def unpack_bits(words: Array, bits: int, count: int) -> Array:
     return out.astype("u1").reshape(len(data), -1)[:, :count]
 
 
-def dequantize_gptq(
-    qweight: Array, qzeros: Array, scales: Array, groups: Array, bits: int, *, minus_one: bool
-) -> Array:
-    """Return rows of a GPTQ weight, [rows, in].
+def names_groups(order: Array, columns: int, groups: int) -> bool:
+    """Tell whether `order` names one of so many groups for each column."""
+    fits = order.shape == (columns,) and order.dtype.kind in "iu"
+    return bool(fits and (not columns or 0 <= order.min() <= order.max() < groups))
+
+
+def _read_transposed(weight: Encoded, rows: Rows, per_word: Fraction, read: Read) -> tuple[Array, Array, Array, Array]:
+    """Read what the rows of a GPTQ or AWQ weight need, which are columns of its tensors: codes, zero points, scales,
+    and the group of each column of the parameter.
 
     Args:
-        qweight: [in * bits / 32, rows], int32: the columns of the codes that belong to the rows.
-        qzeros: [groups, rows * bits / 32], int32.
-        scales: [groups, rows].
-        groups: [in]: the group of each column of the parameter; in act-order they are in no order.
-        bits: 2, 3, 4 or 8.
-        minus_one: whether zero points are stored minus one, as in all files but those of checkpoint_format "gptq_v2".
+        per_word: columns of the zero points in a word.
+
+    Raises:
+        Corrupt: g_idx names a group that has no scale, or zero points are more or fewer than the scales.
     """
-    rows = qweight.shape[1]
-    zeros = unpack_bits(qzeros, bits, rows)
-    if minus_one:
-        zeros = (zeros + 1) & ((1 << bits) - 1)
-    return _scale_transposed(unpack_bits(qweight.T, bits, len(groups)), zeros, scales, groups)
+    import numpy as np
+
+    assert weight.shape is not None and weight.block is not None
+    here = slice(rows.first, rows.end)
+    packed = slice(int(rows.first / per_word), ceil(rows.end / per_word))
+    of_codes = packed if read.shape("codes")[1] < weight.shape[0] else here
+    small = prod(read.shape("codes")) * 4 <= SMALL
+    codes = read("codes")[:, of_codes] if small else read("codes", slice(None), of_codes)
+    groups = read("g_idx") if "g_idx" in weight.parts else np.arange(weight.shape[1]) // weight.block[1]
+    scales = read("scale")[:, here]
+    if not names_groups(groups, weight.shape[1], len(scales)):
+        raise Corrupt(
+            f'"{weight.parts.get("g_idx", weight.parts["codes"])}" names groups of {weight.shape[1]:,} columns that '
+            f"have no scale: there are {len(scales)}."
+        )
+    wanted = (len(scales), ceil(weight.shape[0] / per_word))
+    if read.shape("qzeros") != wanted:
+        raise Corrupt(f'"{weight.parts["qzeros"]}" is {list(read.shape("qzeros"))}, and not {list(wanted)}.')
+    return codes, read("qzeros")[:, packed], scales, groups
 
 
-def dequantize_awq(qweight: Array, qzeros: Array, scales: Array, groups: Array) -> Array:
-    """Return rows of an AWQ weight (version "gemm", 4 bits), [rows, in].
+def compute_gptq(weight: Encoded, rows: Rows, read: Read) -> Array:
+    """Compute rows of a GPTQ weight. Zero points are stored minus one, but where checkpoint_format is "gptq_v2"."""
+    assert weight.bits is not None
+    codes, qzeros, scales, groups = _read_transposed(weight, rows, Fraction(32, weight.bits), read)
+    zeros = unpack_bits(qzeros, weight.bits, codes.shape[1])
+    if weight.kind == "gptq":
+        zeros = (zeros + 1) & ((1 << weight.bits) - 1)
+    return _scale_transposed(unpack_bits(codes.T, weight.bits, len(groups)), zeros, scales, groups)
 
-    Args:
-        qweight: [in, rows / 8], int32.
-        qzeros: [groups, rows / 8], int32.
-        scales: [groups, rows].
-        groups: [in]: the group of each column of the parameter.
-    """
 
-    def unpack(words: Array) -> Array:
-        """Return the codes of [n, rows / 8] words as [n, rows]."""
-        import numpy as np
+def compute_awq(weight: Encoded, rows: Rows, read: Read) -> Array:
+    """Compute rows of an AWQ weight (version "gemm", 4 bits)."""
+    codes, qzeros, scales, groups = _read_transposed(weight, rows, Fraction(8), read)
+    return _scale_transposed(_unpack_awq(codes).T, _unpack_awq(qzeros), scales, groups)
 
-        codes = unpack_bits(words, 4, 8 * words.shape[1]).reshape(len(words), -1, 8)
-        out = np.empty_like(codes)
-        out[..., _AWQ_COLUMNS] = codes
-        return out.reshape(len(words), -1)
 
-    return _scale_transposed(unpack(qweight).T, unpack(qzeros), scales, groups)
+def _unpack_awq(words: Array) -> Array:
+    """Return the codes of AWQ's words, [n, words], as [n, 8 * words]."""
+    import numpy as np
+
+    codes = unpack_bits(words, 4, 8 * words.shape[1]).reshape(len(words), -1, 8)
+    out = np.empty_like(codes)
+    out[..., _AWQ_COLUMNS] = codes
+    return out.reshape(len(words), -1)
 
 
 def _scale_transposed(codes: Array, zeros: Array, scales: Array, groups: Array) -> Array:
@@ -126,47 +169,108 @@ def _scale_transposed(codes: Array, zeros: Array, scales: Array, groups: Array) 
     return numbers
 
 
-def dequantize_bnb_4bit(packed: Array, skip: int, count: int, absmax: Array, table: Array) -> Array:
-    """Return numbers of a flat NF4 or FP4 weight.
+class _QuantState(NamedTuple):
+    """What bitsandbytes says of a weight of four bits: the shape and dtype of the parameter, numbers of a block, and,
+    where absmax is quantised itself, those of its blocks and what is added to all (0: it is not); `item` is the bytes
+    of an element of the codes."""
 
-    Args:
-        packed: bytes, uint8; two codes in each, the upper half first.
-        skip: codes in them before the first that is wanted.
-        count: numbers that are wanted.
-        absmax: float32, [count]: of the block of each number; or of all.
-        table: `quant_map`, the 16 numbers that codes stand for, float32.
+    shape: tuple[int, ...]
+    dtype: str
+    block: int
+    nested_block: int
+    offset: float
+    item: int
+
+
+def _read_quant_state(weight: Encoded, read: Read) -> _QuantState:
+    """Read the JSON text that bitsandbytes keeps in a tensor.
+
+    Raises:
+        Corrupt: it says something else, or there are more or fewer codes, scales or numbers in a table.
+    """
+    part = next((p for p in weight.parts if p.startswith("quant_state.")), None)
+    where = weight.parts.get(part or "", f"{weight.weight}.quant_state")
+    if part is None:
+        raise Corrupt(f'"{where}" is missing, which says the shape of the parameter and the numbers of a block.')
+    found = bounded_json.parse(read(part).tobytes(), where)
+    try:
+        shape = tuple(found["shape"])
+        nested = "nested_absmax" in weight.parts
+        out = _QuantState(
+            shape,
+            found["dtype"],
+            int(found["blocksize"]),
+            int(found["nested_blocksize"]) if nested else 0,
+            float(found["nested_offset"]) if nested else 0.0,
+            read("codes", *(slice(0, 1) for _ in read.shape("codes"))).itemsize,
+        )
+    except (KeyError, TypeError, ValueError) as e:
+        raise Corrupt(f'"{where}" is not what bitsandbytes writes ({type(e).__name__}: {e}).') from None
+    sound = all(type(n) is int and n >= 0 for n in shape) and out.block > 0 and out.nested_block >= nested
+    if out.dtype not in ("float32", "float16", "bfloat16") or not sound:
+        raise Corrupt(f'"{where}" is not what bitsandbytes writes: {str(found)[:300]}.')
+    # as many codes and scales as that says
+    size, codes, blocks = prod(shape), read.shape("codes"), read.shape("scale")[0]
+    if prod(codes) != -(-size // (2 * out.item)) or max(codes) != prod(codes) or blocks != -(-size // out.block):
+        raise Corrupt(
+            f'"{weight.parts["codes"]}" is {list(codes)} of {out.item} bytes with {blocks} scales, and a parameter of '
+            f"{list(shape)} in blocks of {out.block} has others."
+        )
+    nests = -(-blocks // out.nested_block) if nested else 0
+    wanted = {"quant_map": 16, **({"nested_absmax": nests, "nested_quant_map": 256} if nested else {})}
+    for name, count in wanted.items():
+        if name not in weight.parts or read.shape(name) != (count,):
+            raise Corrupt(f'"{weight.parts.get(name, f"{weight.weight}.{name}")}" does not have {count:,} numbers.')
+    return out
+
+
+def read_bnb_shape(weight: Encoded, read: Read) -> tuple[int, ...]:
+    """Read the shape of the parameter that NF4 or FP4 codes are.
+
+    Raises:
+        Corrupt: what says it is missing, or contradicts the codes.
+    """
+    return _read_quant_state(weight, read).shape
+
+
+def compute_bnb_4bit(weight: Encoded, rows: Rows, read: Read) -> Array:
+    """Compute rows of NF4 or FP4, rounded to the dtype of its quant_state: parts of a flat tensor."""
+    import numpy as np
+
+    state, codes = _read_quant_state(weight, read), read.shape("codes")
+    matrices = (*[1] * (2 - len(state.shape)), *state.shape)
+    first = boxes.flat_start(matrices, (*rows.lead, rows.first, 0))
+    end = first + (rows.end - rows.first) * matrices[-1]
+    # the elements of the codes that hold them: two codes in a byte, the upper half first
+    start = first // (2 * state.item)
+    packed = slice(start, -(-end // (2 * state.item)))
+    flat = read("codes", 0, packed) if codes[0] == 1 and len(codes) > 1 else read("codes", packed)
+    data, skip = np.ascontiguousarray(flat).reshape(-1).view("u1"), first - start * 2 * state.item
+    halves = np.stack([data >> 4, data & 15], axis=-1).reshape(-1)[skip : skip + end - first]
+    # absmax of each block, which may be codes itself ("double quantisation")
+    low, high = first // state.block, -(-end // state.block)
+    absmax = read("scale", slice(low, high))
+    if state.nested_block:
+        outer = read("nested_absmax")[np.arange(low, high) // state.nested_block]
+        absmax = read("nested_quant_map")[absmax] * outer + np.float32(state.offset)
+    numbers: Array = read("quant_map")[halves]
+    numbers *= absmax.astype("f4")[np.arange(first, end) // state.block - low]
+    return round_numbers(numbers, state.dtype).reshape(-1, matrices[-1])
+
+
+def compute_bnb_int8(weight: Encoded, rows: Rows, read: Read) -> Array:
+    """Compute rows of bitsandbytes' int8, whose scale (`SCB`) is the largest magnitude of each row.
+
+    Raises:
+        Unsupported: the codes are in the order of a kernel of old GPUs.
     """
     import numpy as np
 
-    codes = np.stack([packed >> 4, packed & 15], axis=-1).reshape(-1)[skip : skip + count]
-    numbers: Array = table[codes]
-    numbers *= absmax
-    return numbers
-
-
-def dequantize_absmax(codes: Array, scales: Array, table: Array, offset: float) -> Array:
-    """Return absmax of NF4 or FP4 whose absmax is quantised itself ("double quantisation"), float32.
-
-    Args:
-        codes: uint8.
-        scales: float32: `nested_absmax` of the block of each code.
-        table: `nested_quant_map`, the 256 numbers that codes stand for, float32.
-        offset: `nested_offset`, which is added to all.
-    """
-    import numpy as np
-
-    numbers: Array = table[codes] * scales + np.float32(offset)
-    return numbers
-
-
-def dequantize_bnb_int8(codes: Array, scales: Array) -> Array:
-    """Return rows of bitsandbytes' int8 weights, float32.
-
-    Args:
-        codes: [rows, columns], int8.
-        scales: [rows], float32: `SCB`, the largest magnitude of each row.
-    """
-    import numpy as np
-
-    numbers: Array = codes * scales.astype("f4")[:, None] * np.float32(1 / 127)
+    if "weight_format" in weight.parts and read("weight_format").any():
+        raise Unsupported(
+            f'"{weight.parts["weight_format"]}" is not 0: the codes are in the order of a kernel of old GPUs, which '
+            "bitsandbytes does not read any more. Save the model in row-major order with the version that wrote it."
+        )
+    here = slice(rows.first, rows.end)
+    numbers: Array = read("codes", here) * read("scale")[here].astype("f4")[:, None] * np.float32(1 / 127)
     return numbers

@@ -272,7 +272,8 @@ def _add_parameter(weight: Encoded, read: _PartReader, files: ComputedFiles) -> 
             stop = min(rows_each, row + (end - at) // columns)
             lead = tuple(int(i) for i in np.unravel_index(matrix, leading))
             try:
-                numbers = formula.compute(weight, Rows(lead, row, stop), read)
+                with np.errstate(all="ignore"):
+                    numbers = formula.compute(weight, Rows(lead, row, stop), read)
             except (ValueError, IndexError) as e:  # of numpy: what a formula does not check by itself
                 raise Corrupt(
                     f'"{weight.weight}": the tensors that it is encoded in contradict each other ({e}): '
