@@ -26,13 +26,14 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from functools import cache
 from math import acos, sin, sqrt
 from typing import TYPE_CHECKING, Any
 
 from .. import layouts
 from ..errors import Unsupported
 from ..huggingface import encodings
-from ..index.checkpoint import Checkpoint, Chunks, TensorEntry, same_bytes, tied_weights
+from ..index.checkpoint import FLOATING, Checkpoint, Chunks, TensorEntry, same_bytes, tied_weights
 from ..index.composites import composites
 from ..index.digests import component_roots
 from ..index.draft import Dropped
@@ -51,7 +52,6 @@ if TYPE_CHECKING:
 
 __all__ = ["open_average"]
 
-_FLOATING = ("float64", "float32", "float16", "bfloat16")
 _STRAIGHT = 0.9995  # the cosine from which two tensors are taken for parallel
 _CALLED = {
     "mean": "mean",
@@ -120,17 +120,16 @@ def open_average(
         CkpttoolError: one cannot be read.
     """
     paths = [src, *request.others, *([] if request.base is None else [request.base])]
-    inputs: list[_Input] = []
+    opened: list[OpenCheckpoint] = []
     try:
         for path in paths:
-            opened = open_checkpoint(
-                path, drop_other_layout(path, options), model, False, needed=lambda component: component == "model"
-            )
-            inputs.append(_make_input(opened, show_path(path).rstrip("/"), len(paths)))
-        return _average(inputs, request)
+            one = drop_other_layout(path, options)
+            opened.append(open_checkpoint(path, one, model, False, needed=lambda component: component == "model"))
+        places = [show_path(path).rstrip("/") for path in paths]
+        return _average([_make_input(*pair, len(paths)) for pair in zip(opened, places, strict=True)], request)
     except BaseException:
-        for one in inputs:
-            one.opened.source.close()
+        for part in opened:
+            part.source.close()
         raise
 
 
@@ -140,31 +139,27 @@ def _make_input(opened: OpenCheckpoint, where: str, count: int) -> _Input:
     Raises:
         Unsupported: it holds no weights, or some that are codes.
     """
-    try:
-        ckpt = opened.locate()
-        forget_optimizer(opened)
-        tensors = {t.local_name: t for t in ckpt.tensors.values() if t.component == "model"}
-        if not tensors:
-            raise Unsupported(f"{where} holds no weights.")
-        codes = encodings.find_in_checkpoint(ckpt, encodings.read_quantization_config(ckpt, opened.source))
-        first = next(iter((*codes.weights, *(n for n, c in composites(ckpt).items() if c.path[0] == "model"))), None)
-        odd = next((n for n, t in tensors.items() if t.dtype not in _FLOATING and _is_fraction(t.dtype)), first)
-        if odd is not None:
-            raise Unsupported(
-                f'{where}: "{odd}" holds codes, or numbers of a dtype that has no average. Dequantise the weights '
-                "first."
-            )
-        facts: dict[str, Any] = {
-            "name": os.path.basename(where),
-            "layout": ckpt.layout,
-            "world_size": ckpt.world_size,
-            "step": step_count(_whole_state(opened).value),
-            "digest": None,
-        }
-        return _Input(opened, where, BoxReader(ckpt, opened.source, count), tensors, facts | (ckpt.derived or {}))
-    except BaseException:
-        opened.source.close()
-        raise
+    ckpt = opened.locate()
+    forget_optimizer(opened)
+    tensors = {t.local_name: t for t in ckpt.tensors.values() if t.component == "model"}
+    if not tensors:
+        raise Unsupported(f"{where} holds no weights.")
+    codes = encodings.find_in_checkpoint(ckpt, encodings.read_quantization_config(ckpt, opened.source))
+    objects = (n for n, c in composites(ckpt).items() if c.path[0] == "model")
+    others = (n for n, t in tensors.items() if t.dtype not in FLOATING and _is_fraction(t.dtype))
+    odd = next((n for names in (others, codes.weights, objects) for n in names), None)
+    if odd is not None:
+        raise Unsupported(
+            f'{where}: "{odd}" holds codes, or numbers of a dtype that has no average. Dequantise the weights first.'
+        )
+    facts: dict[str, Any] = {
+        "name": os.path.basename(where),
+        "layout": ckpt.layout,
+        "world_size": ckpt.world_size,
+        "step": step_count(_whole_state(opened).value),
+        "digest": None,
+    }
+    return _Input(opened, where, BoxReader(ckpt, opened.source, count), tensors, facts | (ckpt.derived or {}))
 
 
 def _whole_state(opened: OpenCheckpoint) -> Checkpoint:
@@ -194,12 +189,11 @@ def _average(inputs: list[_Input], request: AverageRequest) -> MergedCheckpoint:
     ckpt = last.opened.checkpoint
     files = ComputedFiles(ckpt)
     tensors: dict[str, TensorEntry] = {}
-    factors = _Factors(averaged, request)
     for name in (n for n in names if n not in ties):
         t = last.tensors[name]
         if name not in kept:
             file, page = f"{name} (average)", choose_page([one.tensors[name] for one in inputs])
-            place = files.add(file, t.dtype, t.shape, _make_average(inputs, name, request, factors), page)
+            place = files.add(file, t.dtype, t.shape, _make_average(inputs, name, request), page)
             t = replace(t, chunks=Chunks.whole(t.shape, *place))
         tensors[name] = t
     tensors = {f"model.{n}": replace(tensors[ties.get(n, n)], path=("model", n)) for n in names}
@@ -254,24 +248,14 @@ def _find_ties(inputs: list[_Input], last: _Input, names: list[str]) -> dict[str
     out: dict[str, str] = {}
     for name in names:
         have = [one for one in inputs if name in one.tensors]
-        if name in tied:
-            others: set[str] | None = {tied[name]}
-        elif len(have) < len(inputs):
-            others = None
-        else:
-            continue
-        for one in have:
-            t = one.tensors[name]
-            near = [n for n in common if (others is None or n in others) and n in one.tensors]
-            same = {n for n in near if same_bytes(t, one.tensors[n])}
-            same |= (
-                set(equal_tensors(one.opened, {name: t}, {n: one.tensors[n] for n in near}).values())
-                if not same
-                else set()
-            )
-            others = same if others is None else others & same
-        if others:
-            out[name] = next(n for n in common if n in others)
+        if name in tied or len(have) < len(inputs):
+            others = [n for n in common if n == tied.get(name, n)]
+            for one in have:
+                t, near = one.tensors[name], {n: one.tensors[n] for n in others}
+                same = [n for n in others if same_bytes(t, near[n])]
+                others = same or list(equal_tensors(one.opened, {name: t}, near).values())
+            if others:
+                out[name] = others[0]
     return out
 
 
@@ -284,14 +268,12 @@ def _refuse_other_models(inputs: list[_Input], last: _Input, names: list[str]) -
     mine = last.where
     for one in inputs:
         where = one.where
-        lacking = [
-            (n, where if n not in one.tensors else mine) for n in names if n not in one.tensors or n not in last.tensors
-        ]
-        odd = [f'"{n}" is not in {at}' for n, at in lacking]
-        gone = {n for n, _ in lacking}
-        for n in (n for n in names if n not in gone):
-            a, b = one.tensors[n], last.tensors[n]
-            if (a.dtype, a.shape) != (b.dtype, b.shape):
+        odd: list[str] = []
+        for n in names:
+            a, b = one.tensors.get(n), last.tensors.get(n)
+            if a is None or b is None:
+                odd.append(f'"{n}" is not in {where if a is None else mine}')
+            elif (a.dtype, a.shape) != (b.dtype, b.shape):
                 odd.append(f'"{n}" is {a.dtype} {list(a.shape)} in {where} and {b.dtype} {list(b.shape)} in {mine}')
         if odd:
             more = f"; and {len(odd) - 3:,} more" if len(odd) > 3 else ""
@@ -307,7 +289,7 @@ def _keep_integers(inputs: list[_Input], last: _Input, ties: Mapping[str, str]) 
     Raises:
         Unsupported: the inputs have different ones, and they are no counters.
     """
-    kept = {n: t for n, t in last.tensors.items() if t.dtype not in _FLOATING and n not in ties}
+    kept = {n: t for n, t in last.tensors.items() if t.dtype not in FLOATING and n not in ties}
     for one in inputs if kept else []:
         ckpt = one.opened.checkpoint
         mine = {n: one.tensors[n] for n in kept}
@@ -325,22 +307,6 @@ def _keep_integers(inputs: list[_Input], last: _Input, ties: Mapping[str, str]) 
 
 
 # ------------------------------------------------------------------------------------------------------- computing
-
-
-class _Factors:
-    """The factors of the inputs: those of the request, or, for SLERP, of each tensor."""
-
-    def __init__(self, inputs: list[_Input], request: AverageRequest) -> None:
-        self._inputs, self._request = inputs, request
-        self._of: tuple[str, tuple[float, ...]] = ("", ())
-
-    def of(self, name: str) -> tuple[float, ...] | None:
-        """Return the factors of the inputs for a tensor; None for a mean."""
-        if self._request.slerp is None:
-            return self._request.factors(len(self._inputs))
-        if self._of[0] != name:
-            self._of = name, _slerp_factors(self._inputs, name, self._request.slerp)
-        return self._of[1]
 
 
 def _slerp_factors(inputs: list[_Input], name: str, t: float) -> tuple[float, float]:
@@ -361,12 +327,16 @@ def _slerp_factors(inputs: list[_Input], name: str, t: float) -> tuple[float, fl
     return sin((1 - t) * angle) / sin(angle), sin(t * angle) / sin(angle)
 
 
-def _make_average(
-    inputs: list[_Input], name: str, request: AverageRequest, factors: _Factors
-) -> Callable[[int, int], Array]:
+def _make_average(inputs: list[_Input], name: str, request: AverageRequest) -> Callable[[int, int], Array]:
     """Return a function that computes a part of the average of a tensor."""
-    dtype = inputs[0].tensors[name].dtype
+    dtype, base = inputs[0].tensors[name].dtype, [] if request.base is None else inputs[-1:]
+    averaged = inputs[: len(inputs) - len(base)]
     wide = "float64" if dtype == "float64" else request.accumulate
+
+    @cache
+    def factors() -> tuple[float, ...] | None:
+        """Return the factors of the inputs; None for a mean."""
+        return request.factors(len(averaged)) if request.slerp is None else _slerp_factors(inputs, name, request.slerp)
 
     def compute(first: int, end: int) -> Array:
         """Compute elements [first, end).
@@ -376,9 +346,9 @@ def _make_average(
         """
         import numpy as np
 
-        ordered = inputs if request.base is None else [inputs[-1], *inputs[:-1]]
+        arrays = (one.read(name, first, end, wide) for one in (*base, *averaged))
         with np.errstate(all="ignore"):
-            sum_ = _fold((one.read(name, first, end, wide) for one in ordered), request, factors.of(name), len(inputs))
+            sum_ = _fold(arrays, request, factors(), len(averaged))
         out, lost = cast_array(sum_, wide, dtype)
         if lost:
             raise Unsupported(

@@ -28,7 +28,7 @@ from .. import layouts
 from ..errors import MissingPackage, Unsupported, UsageError, argument
 from ..extras import require_packages
 from ..huggingface import adapters, hub_names, lora, lora_changes, model_files
-from ..index.checkpoint import ITEMSIZE, Checkpoint, Chunks, TensorEntry, tied_weights
+from ..index.checkpoint import FLOATING, ITEMSIZE, Checkpoint, Chunks, TensorEntry, tied_weights
 from ..index.draft import Dropped
 from ..printable import count_noun
 from ..storage.overlay import ComputedSource
@@ -55,8 +55,6 @@ __all__ = ["open_merged"]
 _TORCH_BYTES = 256 << 20  # what importing torch takes
 #: As much of a stack of matrices is computed at once as this; PEFT multiplies all at once, with the same bits.
 _STACK_BYTES = 32 << 20
-#: Of a base model; others, such as int8, are those of a quantised one.
-_FLOATING = ("float64", "float32", "float16", "bfloat16")
 #: Modules that models tie to each other.
 _EMBEDDINGS = (
     "embed_tokens",
@@ -240,7 +238,7 @@ def _index_merge(base: OpenCheckpoint, plan: _MergePlan, files: ComputedFiles, u
         if change is None:
             tensors[f"model.{name}"] = replace(entry, path=("model", name))
             continue
-        if entry.dtype not in _FLOATING:
+        if entry.dtype not in FLOATING:
             raise Unsupported(
                 f'"{there}" is {entry.dtype}: the base model is quantised, and a merge into it would be of other '
                 "weights. Give the base model in bf16 or fp32."

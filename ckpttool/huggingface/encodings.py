@@ -38,7 +38,7 @@ from typing import NamedTuple
 
 from .. import bounded_json
 from ..errors import CkpttoolError, argument
-from ..index.checkpoint import Checkpoint, TensorEntry, joined
+from ..index.checkpoint import FLOATING, Checkpoint, TensorEntry, joined
 from ..index.composites import composites
 from ..storage.source import Source
 from . import Config
@@ -61,7 +61,6 @@ _Shape = tuple[int, ...]
 _Block = tuple[int, int]  # rows, columns
 
 _FLOAT8 = frozenset(("float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz", "float8_e5m2fnuz"))
-_WIDE = frozenset(("float64", "float32", "float16", "bfloat16"))
 _EXPONENTS = frozenset(("uint8", "float8_e8m0fnu"))
 _TWO_IN_A_BYTE = frozenset(("uint8", "int8", "float4_e2m1fn_x2"))
 _CODES = _FLOAT8 | _TWO_IN_A_BYTE
@@ -90,7 +89,7 @@ _PAIRS = (
     _Pair(".scale", ".weight", _FLOAT8 | {"int8", "float4_e2m1fn_x2"}, sure=False),
     _Pair(".SCB", ".weight", frozenset(("int8",))),
     _Pair(".scales", ".weight", frozenset(("uint32",))),
-    _Pair(".absmax", "", _CODES | _WIDE, sure=False),
+    _Pair(".absmax", "", _CODES | FLOATING, sure=False),
 )
 _SCALES = tuple(pair.scale for pair in _PAIRS)
 #: What else belongs to codes: after the name of the weight, and in its module.
@@ -273,7 +272,7 @@ def read_model_dtype(ckpt: Checkpoint, source: Source | None) -> str | None:
         text = config.get("text_config")
         for inner in (config, text if isinstance(text, dict) else {}):
             for key in ("dtype", "torch_dtype"):
-                if inner.get(key) in _WIDE:
+                if inner.get(key) in FLOATING:
                     return str(inner[key])
     return None
 
@@ -407,7 +406,7 @@ def _make_encoded(
         tensors: {name: tensor} of all.
         said: what the config says of all weights.
     """
-    wide = (stored := tensors[parts["scale"]].dtype) in _WIDE
+    wide = (stored := tensors[parts["scale"]].dtype) in FLOATING
     rounded, dtype = "float32", stored if stored in ("bfloat16", "float16") else "bfloat16"
     rounds_scale = False
     if found.kind in ("gptq", "gptq v2", "awq"):
@@ -505,7 +504,7 @@ def _match_scheme(
     if c.dtype in _TWO_IN_A_BYTE and (fp4 := _match_fp4(c, s)) is not None:
         return fp4
     found = _scale_granularity(c.shape, s.shape, said.block)
-    if found is None or s.dtype not in _WIDE | _EXPONENTS or (pair.codes == "_packed"):
+    if found is None or s.dtype not in FLOATING | _EXPONENTS or (pair.codes == "_packed"):
         return None
     how, block = found
     if c.dtype in _FLOAT8:
@@ -526,7 +525,7 @@ def _match_packed_integers(codes: _Shape, s: TensorEntry, said: _StatedScheme) -
         said: what the config says of all weights.
     """
     text = f"int{said.bits} packed in int32" if said.bits is not None else "integers packed in int32"
-    if s.dtype not in _WIDE or not codes or not codes[-1]:
+    if s.dtype not in FLOATING or not codes or not codes[-1]:
         return None
     fits = prod(s.shape) == 1 or (s.shape[:-1] == codes[:-1] and 0 < s.shape[-1] <= 16 * codes[-1])
     grouped = said.group is not None and len(s.shape) == len(codes) and s.shape[-1] > 1
@@ -546,7 +545,7 @@ def _match_transposed(codes: _Shape, s: TensorEntry, zeros: TensorEntry | None, 
         zeros: the zero points; None where there are none.
         said: what the config says of all weights.
     """
-    if s.dtype not in _WIDE or len(codes) != 2 or len(s.shape) != 2 or not codes[1]:
+    if s.dtype not in FLOATING or len(codes) != 2 or len(s.shape) != 2 or not codes[1]:
         return None
     groups, out = s.shape
     kind = {codes[1]: "gptq", 8 * codes[1]: "awq", 4 * codes[1]: "awq"}.get(out)
@@ -668,6 +667,6 @@ def _describe_lonely(
             True,
         )
     of_weight = leaf.startswith("weight_") and leaf.removeprefix("weight") in (*_WITH_WEIGHT, "_scale")
-    if stem != name or (quantised and of_weight and t.dtype in _WIDE):
+    if stem != name or (quantised and of_weight and t.dtype in FLOATING):
         return "scales without codes", stem != name
     return None

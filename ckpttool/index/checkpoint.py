@@ -26,6 +26,7 @@ from .paths import HasPath, Number, Path, joined
 from .trainer_trees import fuses_parameters
 
 __all__ = [
+    "FLOATING",
     "ITEMSIZE",
     "NOT_TORCHS",
     "PACKED",
@@ -85,6 +86,8 @@ ITEMSIZE: dict[str, int] = {
 #: {path in a state dict: TensorEntry, Composite or plain data}.
 Leaves = dict[Path, Any]
 
+#: Dtypes of plain weights; others are of codes, or of no fractions.
+FLOATING = frozenset(("float64", "float32", "float16", "bfloat16"))
 #: How many numbers one element holds, where it holds several.
 PACKED: dict[str, int] = {"float4_e2m1fn_x2": 2, "f6_e2m3_x4": 4, "f6_e3m2_x4": 4}
 #: Dtypes that torch does not have: only files of safetensors, and archives, hold them.

@@ -15,7 +15,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from ...errors import Unsupported
-from ...index.checkpoint import ITEMSIZE, Checkpoint, Chunks, TensorEntry, joined
+from ...index.checkpoint import FLOATING, ITEMSIZE, Checkpoint, Chunks, TensorEntry, joined
 from ...storage.source import Source
 from ..copy.dtypes import numpy_dtype
 from ..copy.stream import small
@@ -27,7 +27,6 @@ __all__ = ["FILE", "add_one_to_norms"]
 
 #: The file of an index that holds the new bytes. No file on a disk can have a name with NUL in it.
 FILE = "\0one added"
-_FLOATING = ("float64", "float32", "float16", "bfloat16")
 
 
 def add_one_to_norms(
@@ -54,7 +53,7 @@ def add_one_to_norms(
         for t in tensors.values()
         if t.component == "model" and any(fnmatch.fnmatchcase(t.local_name, g) for g in globs)
     }
-    if odd := next((n for n, t in weights.items() if t.dtype not in _FLOATING), None):
+    if odd := next((n for n, t in weights.items() if t.dtype not in FLOATING), None):
         raise Unsupported(f'"{odd}" is {weights[odd].dtype}, to which no 1 can be added. Dequantise it first.')
     masters = {n: m for n in weights if (m := tensors.get(joined(("extra", "master", n)))) is not None}
     every = [*weights.values(), *masters.values()]

@@ -34,7 +34,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ...errors import Corrupt, Unsupported, argument
 from ...huggingface import Config, encodings, hub_names, model_files
-from ...index.checkpoint import Checkpoint, Chunks, TensorEntry, joined
+from ...index.checkpoint import FLOATING, Checkpoint, Chunks, TensorEntry, joined
 from ...storage.overlay import ComputedSource, PagedFile
 from ...storage.source import Source
 from ..computed_files import ComputedFiles
@@ -51,7 +51,6 @@ _LARGEST = 448  # of float8_e4m3fn
 _NUMBERS = 1 << 21  # of a page
 #: Memory that computing a page takes: its numbers in float32 and float64 a few times, and buffers of the reader.
 _WORKING_BYTES = 72 << 20
-_FLOATS = ("float64", "float32", "float16", "bfloat16")
 
 #: What makes weights of other schemes, by words in the names of those.
 _PROGRAMS = (
@@ -178,7 +177,7 @@ def _find_linear(model: Mapping[str, TensorEntry], config: Config) -> list[str]:
             known = views[n].of in linear
         else:
             known = n.endswith(".weight") and _IN_LAYER.search(n) is not None and not _NOT_LINEAR.search(n)
-        if known and t.dtype in _FLOATS and len(t.shape) > 1 and t.numel:
+        if known and t.dtype in FLOATING and len(t.shape) > 1 and t.numel:
             out.append(n)
     return out
 
