@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
     from .opening import OpenCheckpoint
 
-__all__ = ["TensorHandle", "UnknownTensor", "cut_chunks", "make_handle"]
+__all__ = ["TensorHandle", "UnknownTensor", "cut_chunks", "make_handle", "parse_index"]
 
 _Array: TypeAlias = "np.ndarray[Any, Any]"
 _Index = int | slice | EllipsisType | tuple[int | slice | EllipsisType, ...]
@@ -141,7 +141,7 @@ class TensorHandle:
             TypeError: it is neither an integer nor a slice (a mask, a list, None).
             Corrupt, SourceChanged: bytes are missing, damaged or not those of before.
         """
-        start, shape, rest = _parse_index(index, self.shape, self.name)
+        start, shape, rest = parse_index(index, self.shape, self.name)
         out = self._make_array(self._read(start, shape), shape)
         return out if not rest else out[rest].copy() if any(map(_has_step, rest)) else out[rest]
 
@@ -173,7 +173,7 @@ class TensorHandle:
         import torch
 
         self._refuse_opaque_dtype()
-        start, shape, rest = _parse_index(index, self.shape, self.name)
+        start, shape, rest = parse_index(index, self.shape, self.name)
         raw = self._read(start, shape)
         dtype = getattr(torch, self.dtype)
         found = torch.from_numpy(raw).view(dtype) if len(raw) else torch.empty(0, dtype=dtype)
@@ -339,7 +339,7 @@ def _has_step(i: int | slice) -> bool:
     return isinstance(i, slice) and i.step not in (None, 1)
 
 
-def _parse_index(
+def parse_index(
     index: _Index, shape: tuple[int, ...], name: str
 ) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int | slice, ...]]:
     """Parse the index of a tensor of this shape and name into the smallest box that holds what it selects.

@@ -299,32 +299,32 @@ def _choose_adapters(theirs: OpenCheckpoint, request: MergeRequest, given: bool)
         and lora.find_lora(ckpt) is None
     ):
         raise Unsupported(
-            f"{_show_path(theirs)} holds an adapter and weights that it is already merged into, as torchtune saves "
+            f"{theirs.location} holds an adapter and weights that it is already merged into, as torchtune saves "
             "them. Write the weights with ckpttool convert, or merge the adapter into the base model that training "
-            f"began with: ckpttool adapter merge BASE {_show_path(theirs)} DST."
+            f"began with: ckpttool adapter merge BASE {theirs.location} DST."
         )
     seen = lora.find_lora(own)
     if not given and seen is not None and seen.alone:
         raise Unsupported(
-            f"{_show_path(theirs)} holds an adapter only ({seen}), and no base model. Give both: ckpttool adapter "
-            f"merge BASE {_show_path(theirs)} DST."
+            f"{theirs.location} holds an adapter only ({seen}), and no base model. Give both: ckpttool adapter "
+            f"merge BASE {theirs.location} DST."
         )
     names: tuple[str | None, ...] = request.names or (None,)
     if request.names == () and seen is not None and len([n for n in seen.names if n]) > 1:
         raise UsageError(
-            f"{_show_path(theirs)} holds {len(seen.names)} adapters, {', '.join(seen.names)}. Name those to merge, in "
+            f"{theirs.location} holds {len(seen.names)} adapters, {', '.join(seen.names)}. Name those to merge, in "
             f"order: {argument('adapter_name', seen.names[0])}."
         )
     out: dict[str, _Adapter] = {}
     for wanted in names:
         if wanted is not None and (seen is None or wanted not in seen.names):
             there = f"its adapters are {', '.join(seen.names)}" if seen and seen.names != ("",) else "none has a name"
-            raise UsageError(f"{argument('adapter_name', wanted)}: {_show_path(theirs)} has no such adapter; {there}.")
+            raise UsageError(f"{argument('adapter_name', wanted)}: {theirs.location} has no such adapter; {there}.")
         several = seen is not None and len(seen.names) > 1
         known = model_files.find_adapter_files(theirs.source, request.config, [], wanted, one_of_several=several)
         config = None if known is None else known[0]
         if config is None and seen is None:
-            raise Unsupported(f"{_show_path(theirs)} has no adapter: no tensor has lora_* in its name.")
+            raise Unsupported(f"{theirs.location} has no adapter: no tensor has lora_* in its name.")
         if config is None and request.lora_alpha is None:
             raise model_files.missing_adapter_config(request.config, "adapter_config")
         if config is not None and request.lora_alpha is not None:
@@ -385,11 +385,6 @@ def _find_config(base: OpenCheckpoint, config: str | None) -> dict[str, Any] | N
     if base.checkpoint.config is not None and not config:
         return base.checkpoint.config
     return model_files.find_model_files(base.source, config, [])[0]
-
-
-def _show_path(opened: OpenCheckpoint) -> str:
-    """Return the path of an open checkpoint: its folder, or its first file if it is one file."""
-    return opened.source.root if opened.folder else os.path.join(opened.source.root, opened.checkpoint.files[0])
 
 
 def _map_stored_names(ckpt: Checkpoint, found: Mapping[str, TensorEntry]) -> dict[str, str]:

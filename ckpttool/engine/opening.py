@@ -86,6 +86,11 @@ class OpenCheckpoint:
     _by_file: tuple[list[Record], dict[int, list[Record]]] | None = None
     _locating: Any = field(default_factory=threading.RLock)
 
+    @property
+    def location(self) -> str:
+        """Return the path of its folder, or of its first file if it is one file."""
+        return self.source.root if self.folder else os.path.join(self.source.root, self.checkpoint.files[0])
+
     def recorded(self) -> Recorded | None:
         """Read what the ckpttool.json in the folder says, once; None where there is none."""
         if not self._record:

@@ -92,7 +92,8 @@ def choose_weights(opened: OpenCheckpoint, key: str, open_beside: Callable[[str]
     sets = find_weight_sets(ckpt)
     whole = [k for k, s in sets.items() if s.is_whole]
     keys = match_key(key, whole)
-    if not keys and _model_is_average(sets) and (key == "average" or (is_average(key) and len(key) > 1)):
+    # Lightning's WeightAveraging saves the average as the model
+    if not keys and OF_TRAINING in sets and (key == "average" or (is_average(key) and len(key) > 1)):
         chosen = WeightSet("state_dict", {t.local_name: t for t in ckpt.tensors.values() if t.component == "model"})
         return _export(opened, chosen, "the model of the checkpoint is the average already")
     if not keys and (beside := _find_beside(opened, key)):
@@ -112,16 +113,11 @@ def forget_optimizer(opened: OpenCheckpoint) -> None:
     notes[:] = [note for note in notes if not note.startswith("the optimizer ")]
 
 
-def _model_is_average(sets: Mapping[str, WeightSet]) -> bool:
-    """Tell whether the model is an average itself, as Lightning's WeightAveraging saves it."""
-    return OF_TRAINING in sets
-
-
 def _explain_no_set(
     opened: OpenCheckpoint, key: str, sets: Mapping[str, WeightSet], keys: list[str]
 ) -> UsageError | Unsupported:
     """Return the error for a key that names no set of weights, several (`keys`), or one that is not whole."""
-    said, root = argument("weights", key), _describe_place(opened)
+    said, root = argument("weights", key), opened.location
     if len(keys) > 1:
         return UsageError(
             f"{said}: {root} has {len(keys)} sets of weights of such a name: {', '.join(keys)}. Name one."
@@ -151,11 +147,6 @@ def _explain_no_set(
     have += list(averages_beside(opened.checkpoint))
     there = f"it holds {', '.join(have)}" if have else "it holds no weights besides those of the model"
     return UsageError(f"{said}: {root} has no set of weights of such a name; {there}.")
-
-
-def _describe_place(opened: OpenCheckpoint) -> str:
-    """Return the path of an open checkpoint: its folder, or its file."""
-    return opened.source.root if opened.folder else os.path.join(opened.source.root, opened.checkpoint.files[0])
 
 
 def _export(opened: OpenCheckpoint, chosen: WeightSet, note: str = "") -> ChosenWeights:

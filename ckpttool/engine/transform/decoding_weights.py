@@ -22,7 +22,7 @@ from ...index.checkpoint import PACKED, Checkpoint, Chunks, Extent, TensorEntry,
 from ...index.draft import Dropped
 from ..computed_files import BoxReader, ComputedFiles, cast_array
 from ..copy.dtypes import numpy_dtype
-from ..handle import TensorHandle
+from ..handle import TensorHandle, parse_index
 
 if TYPE_CHECKING:
     from ..copy.dtypes import Array
@@ -221,20 +221,16 @@ class IndexedReader:
         if kept is not None and kept[0] == (name, index):
             return kept[1]
         self._kept.pop(part, None)
+        t = self.entry(name)
+        start, shape, rest = parse_index(index, t.shape, name)
         found: Array = (
-            TensorHandle(self._opened, name)[index] if self.entry(name).chunks.zstd else self._cut(name, index)
+            TensorHandle(self._opened, name)[index]
+            if t.chunks.zstd
+            else self._boxes.read(t, [(start, shape)]).reshape(shape)[(*rest, ...)]
         )
         if found.nbytes <= _KEPT:
             self._kept[part] = ((name, index), found)
         return found
-
-    def _cut(self, name: str, index: tuple[int | slice, ...]) -> Array:
-        """Read a box of a tensor that is not compressed."""
-        t = self.entry(name)
-        full = (*index, *(slice(None) for _ in t.shape[len(index) :]))
-        ranges = [range(n)[i] if isinstance(i, slice) else range(i, i + 1) for i, n in zip(full, t.shape, strict=True)]
-        found = self._boxes.read(t, [(tuple(r.start for r in ranges), tuple(map(len, ranges)))])
-        return found.reshape([len(r) for r, i in zip(ranges, full, strict=True) if isinstance(i, slice)])
 
 
 class _PartReader(NamedTuple):
@@ -270,18 +266,18 @@ def _add_parameter(weight: Encoded, read: _PartReader, files: ComputedFiles) -> 
         while at < end:
             matrix, row = divmod(at // columns, rows_each)
             stop = min(rows_each, row + (end - at) // columns)
-            lead = tuple(int(i) for i in np.unravel_index(matrix, leading))
+            lead, here = tuple(int(i) for i in np.unravel_index(matrix, leading)), at
+            at += (stop - row) * columns
             try:
                 with np.errstate(all="ignore"):
                     numbers = formula.compute(weight, Rows(lead, row, stop), read)
+                rounded = cast_array(np.ascontiguousarray(numbers).reshape(-1), "float32", weight.rounded)[0]
+                out[here - first : at - first] = cast_array(rounded, weight.rounded, weight.dtype)[0]
             except (ValueError, IndexError) as e:  # of numpy: what a formula does not check by itself
                 raise Corrupt(
                     f'"{weight.weight}": the tensors that it is encoded in contradict each other ({e}): '
                     + ", ".join(f"{n} {list(read.shape(part))}" for part, n in weight.parts.items())
                 ) from None
-            rounded = cast_array(np.ascontiguousarray(numbers).reshape(-1), "float32", weight.rounded)[0]
-            out[at - first : at - first + rounded.size] = cast_array(rounded, weight.rounded, weight.dtype)[0]
-            at += rounded.size
         return out
 
     return files.add(f"{weight.weight} (dequantized)", weight.dtype, weight.shape, compute, count * columns, 0)
