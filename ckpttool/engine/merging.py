@@ -28,7 +28,7 @@ from .. import layouts
 from ..errors import MissingPackage, Unsupported, UsageError, argument
 from ..extras import require_packages
 from ..huggingface import adapters, hub_names, lora, lora_changes, model_files
-from ..index.checkpoint import FLOATING, ITEMSIZE, Checkpoint, Chunks, TensorEntry, tied_weights
+from ..index.checkpoint import FLOATING, ITEMSIZE, Chunks, TensorEntry, tied_weights
 from ..index.draft import Dropped
 from ..printable import count_noun
 from ..storage.overlay import ComputedSource
@@ -44,6 +44,7 @@ from .opening import (
     model_of,
     open_checkpoint,
 )
+from .weights import equal_tensors
 
 if TYPE_CHECKING:
     import torch
@@ -315,6 +316,7 @@ def _choose_adapters(theirs: OpenCheckpoint, request: MergeRequest, given: bool)
             f"{theirs.location} holds {len(seen.names)} adapters, {', '.join(seen.names)}. Name those to merge, in "
             f"order: {argument('adapter_name', seen.names[0])}."
         )
+    by_chunks = {id(t.chunks): n for n, t in ckpt.tensors.items()}  # whatever renames a tensor keeps them
     out: dict[str, _Adapter] = {}
     for wanted in names:
         if wanted is not None and (seen is None or wanted not in seen.names):
@@ -336,7 +338,7 @@ def _choose_adapters(theirs: OpenCheckpoint, request: MergeRequest, given: bool)
             lora.refuse_unmergeable(config, base_is_given=given)
         reduced = adapters.keep_adapter_only(ckpt, config or {"peft_type": "LORA"}, wanted)
         found = {t.local_name: t for t in reduced.tensors.values()}
-        stored = _map_stored_names(ckpt, found)
+        stored = {n: by_chunks[id(t.chunks)] for n, t in found.items()}
         if config is None:
             assert request.lora_alpha is not None
             config = lora.make_config(
@@ -385,13 +387,6 @@ def _find_config(base: OpenCheckpoint, config: str | None) -> dict[str, Any] | N
     if base.checkpoint.config is not None and not config:
         return base.checkpoint.config
     return model_files.find_model_files(base.source, config, [])[0]
-
-
-def _map_stored_names(ckpt: Checkpoint, found: Mapping[str, TensorEntry]) -> dict[str, str]:
-    """Return {name of a renamed tensor: its name in the checkpoint}; renaming keeps the object with the chunks, by
-    which they are matched."""
-    by_chunks = {id(t.chunks): n for n, t in ckpt.tensors.items()}
-    return {n: by_chunks[id(t.chunks)] for n, t in found.items()}
 
 
 def _add_tied_weights(
@@ -478,18 +473,16 @@ def _find_tied_groups(
         ):
             alike.setdefault((t.dtype, t.shape), []).append(n)
     pairs = {n: old[named[n]] for names in alike.values() if len(names) > 1 for n in names}
-    ckpt = base.checkpoint
-    digests = tensor_digests(pairs, base.source, ckpt.files, ckpt.records, silent) if pairs else {}
     same: dict[str, list[str]] = {}
-    for n, digest in digests.items():
-        same.setdefault(digest, []).append(n)
+    for n, first in equal_tensors(base, pairs, pairs).items():
+        same.setdefault(first, []).append(n)
     equal = [names for names in same.values() if len(names) > 1]
     if changed := [names for names in equal if any(n in plan for n in names)]:
         model = _find_config(base, config)
         if model is None:
-            first, second = changed[0][:2]
+            one, other = changed[0][:2]
             raise Unsupported(
-                f'"{first}" and "{second}" have equal bytes, and the adapter changes '
+                f'"{one}" and "{other}" have equal bytes, and the adapter changes '
                 f'"{next(n for n in changed[0] if n in plan)}": whether the two are tied, so that both change, is in '
                 f"the model's config.json, which is not here. Give {argument('config')}."
             )

@@ -732,10 +732,10 @@ def _refuse_subclasses(target: layouts.Layout, objects: Mapping[str, Composite])
 def _explain_unread(opened: OpenCheckpoint, target: layouts.Layout, rows: list[Unread]) -> str:
     """Return the message of a conversion that stops because of `rows`, files of the checkpoint that were not read."""
     return (
-        f"{opened.location} is read as {opened.layout.name}, which does not include these files of the same checkpoint: "
-        f"{unread_files.listed(rows)}. The {target.name} checkpoint would look complete, but training could not resume "
-        f"from it. Use {argument('drop', True)} to convert without them, or {argument('only', ['model'])} for the "
-        "weights alone."
+        f"{opened.location} is read as {opened.layout.name}, which does not include these files of the same "
+        f"checkpoint: {unread_files.listed(rows)}. The {target.name} checkpoint would look complete, but training "
+        f"could not resume from it. Use {argument('drop', True)} to convert without them, or "
+        f"{argument('only', ['model'])} for the weights alone."
     )
 
 

@@ -255,12 +255,9 @@ def read_quantization_config(ckpt: Checkpoint, source: Source | None) -> Config 
         source: the folder that belongs to the checkpoint; None where it is a file among others.
     """
     for config in _read_configs(ckpt, source):
-        for inner in (config, config.get("text_config")):
-            found = inner.get("quantization_config") if isinstance(inner, dict) else None
-            if isinstance(found, dict):
-                return found
-        if isinstance(config.get("quantization"), dict):
-            own = config["quantization"]  # ModelOpt's has quant_algo, MLX's group_size and bits
+        if isinstance(found := config.get("quantization_config"), dict):
+            return found
+        if isinstance(own := config.get("quantization"), dict):  # ModelOpt's has quant_algo, MLX's group_size and bits
             return {"quant_method": "modelopt" if "quant_algo" in own else "mlx", **own}
     return None
 
@@ -268,27 +265,24 @@ def read_quantization_config(ckpt: Checkpoint, source: Source | None) -> Config 
 def read_model_dtype(ckpt: Checkpoint, source: Source | None) -> str | None:
     """Read torch's name of the dtype in which the config beside a checkpoint says that the model computes; None where
     it does not say. The arguments are those of `read_quantization_config`."""
-    for config in _read_configs(ckpt, source):
-        text = config.get("text_config")
-        for inner in (config, text if isinstance(text, dict) else {}):
-            for key in ("dtype", "torch_dtype"):
-                if inner.get(key) in FLOATING:
-                    return str(inner[key])
-    return None
+    stated = (str(config.get(key)) for config in _read_configs(ckpt, source) for key in ("dtype", "torch_dtype"))
+    return next((dtype for dtype in stated if dtype in FLOATING), None)
 
 
 def _read_configs(ckpt: Checkpoint, source: Source | None) -> Iterator[Config]:
-    """Yield what the configs beside a checkpoint say, its own first; damaged ones are passed over."""
-    if ckpt.config:
-        yield ckpt.config
-    for name in ("config.json", "hf_quant_config.json") if source is not None else ():
+    """Yield what the configs beside a checkpoint say, its own first, each before the text_config in it; damaged ones
+    are passed over."""
+    for name in ("", "config.json", "hf_quant_config.json") if source is not None else ("",):
+        found: object = ckpt.config
         try:
-            if source is not None and name in source.list():
-                found = bounded_json.parse(source.read_all(name, 16 << 20), name)
-                if isinstance(found, dict):
-                    yield found
+            if source is not None and name:
+                found = bounded_json.parse(source.read_all(name, 16 << 20), name) if name in source.list() else None
         except CkpttoolError:  # damaged, or it cannot be listed: names and shapes tell most
             continue
+        if isinstance(found, dict):
+            yield found
+            if isinstance(text := found.get("text_config"), dict):
+                yield text
 
 
 def find_in_checkpoint(ckpt: Checkpoint, config: Config | None) -> Encodings:
@@ -358,16 +352,10 @@ def parameter_shapes(tensors: Mapping[str, TensorEntry], config: Config | None =
     """Return {name: shape} of the parameters that some tensors stand for; None where the codes of one do not tell.
     `config` is the quantization_config beside them, None where there is none."""
     found = find_in_tensors(tensors, config)
-    out: dict[str, _Shape] = {}
-    for name, t in tensors.items():
-        if name in found.weights:
-            weight = found.weights[name]
-            if weight.shape is None:
-                return None
-            out[weight.weight] = weight.shape
-        elif name not in found.belongs:
-            out[name] = t.shape
-    return out
+    weights = {n: (w.weight, w.shape) for n, w in found.weights.items()}
+    shapes = [weights.get(n, (n, t.shape)) for n, t in tensors.items() if n in weights or n not in found.belongs]
+    known = {n: shape for n, shape in shapes if shape is not None}
+    return known if len(known) == len(shapes) else None
 
 
 def _candidate_pairs(name: str, tensors: Mapping[str, TensorEntry]) -> Iterator[tuple[_Pair, str]]:

@@ -78,12 +78,17 @@ def refuse_scheme(scheme: str) -> None:
         Unsupported: with the program that makes weights of that scheme, where one is known.
     """
     if scheme != FP8_BLOCK:
-        program = next((p for words, p in _PROGRAMS if any(w in scheme.lower() for w in words)), None)
-        maker = f" Weights in {scheme!r} are made by {program}." if program else ""
         raise Unsupported(
             f"{argument('quantize', scheme)}: ckpttool writes {FP8_BLOCK} alone, which needs no data for calibration."
-            f"{maker}"
+            f"{_name_maker(scheme)}"
         )
+
+
+def _name_maker(scheme: object) -> str:
+    """Return a sentence on the program that makes weights of a scheme; "" where none is known."""
+    words = str(scheme).lower()
+    program = next((program for parts, program in _PROGRAMS if any(part in words for part in parts)), None)
+    return "" if program is None else f" Weights in {scheme!r} are made by {program}."
 
 
 class _Scheme(NamedTuple):
@@ -116,10 +121,9 @@ def _read_scheme(config: Config) -> _Scheme:
     }
     for key, (found, wanted) in other.items():
         if found != wanted:
-            program = next((p for words, p in _PROGRAMS if any(w in str(found).lower() for w in words)), None)
             raise Unsupported(
                 f"{argument('quantize', FP8_BLOCK)}: quantization_config of config.json has {key} {found!r}, and not "
-                f"{wanted!r}.{f' Weights like that are made by {program}.' if program else ''} Give "
+                f"{wanted!r}.{_name_maker(found)} Give "
                 f"{argument('config')} a config of this model without it, or with the one that is wanted."
             )
     if not (isinstance(block, list) and len(block) == 2 and all(type(n) is int and n > 0 for n in block)):
