@@ -355,7 +355,7 @@ def parameter_shapes(tensors: Mapping[str, TensorEntry], config: Config | None =
     weights = {n: (w.weight, w.shape) for n, w in found.weights.items()}
     shapes = [weights.get(n, (n, t.shape)) for n, t in tensors.items() if n in weights or n not in found.belongs]
     known = {n: shape for n, shape in shapes if shape is not None}
-    return known if len(known) == len(shapes) else None
+    return None if any(shape is None for _, shape in shapes) else known
 
 
 def _candidate_pairs(name: str, tensors: Mapping[str, TensorEntry]) -> Iterator[tuple[_Pair, str]]:

@@ -11,7 +11,7 @@ together, huggingface/decoding.py has the formulas.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from math import prod
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from ..copy.dtypes import Array
     from ..opening import OpenCheckpoint
 
-__all__ = ["DecodedWeights", "IndexedReader", "count_parameters", "decode_weights", "names_of_weight"]
+__all__ = ["IndexedReader", "count_parameters", "decode_weights", "names_of_weight"]
 
 _COUNTS = ("parameters", "encoded_parameters", "bits_per_parameter", "encoded_bits_per_parameter")
 
@@ -50,22 +50,6 @@ _OF_ACTIVATIONS = frozenset(
 )
 
 
-@dataclass
-class DecodedWeights:
-    """Parameters in the place of codes.
-
-    `tensors`  all tensors of the checkpoint
-    `names`    {canonical name of a parameter: the codes that it was}
-    `lost`     scales of activations and of the cache of keys and values, which nothing carries
-    `note`     one line on what became what
-    """
-
-    tensors: dict[str, TensorEntry]
-    names: dict[str, str]
-    lost: list[Dropped]
-    note: str
-
-
 def names_of_weight(codes: str, weight: Encoded) -> list[str]:
     """List the names by which a pattern finds an encoded weight: of its parameter and of its codes, with and without
     "model." before them."""
@@ -79,8 +63,9 @@ def decode_weights(
     choose: Callable[[str, str], str],
     dtype: str | None,
     files: ComputedFiles,
-) -> DecodedWeights:
-    """Put parameters in the place of codes; nothing is computed yet, but shapes that stand in tensors are read.
+) -> tuple[Checkpoint, list[Dropped]]:
+    """Put parameters in the place of codes, and return (the index, scales of activations and of the cache of keys and
+    values, which nothing carries). Nothing is computed yet, but shapes that stand in tensors are read.
 
     Args:
         opened: the checkpoint, located.
@@ -106,7 +91,7 @@ def decode_weights(
     why = "it scales activations, which the dequantised model does not quantise"
     files.working_bytes = max(files.working_bytes, _WORKING_BYTES)
     tensors: dict[str, TensorEntry] = {}
-    names: dict[str, str] = {}
+    names: dict[str, str] = {}  # {parameter: the codes that it was}
     for name, t in ckpt.tensors.items():
         if name not in wanted:
             if name not in gone and name not in of_cache:
@@ -125,7 +110,8 @@ def decode_weights(
     kinds = ", ".join(dict.fromkeys(w.scheme for w in wanted.values()))
     dtypes = ", ".join(dict.fromkeys(tensors[n].dtype for n in names))
     note = f"{len(names):,} weights that were codes ({kinds}) are computed numbers now ({dtypes})"
-    return DecodedWeights(tensors, names, [Dropped(n, ckpt.tensors[n].nbytes, why) for n in lost], note)
+    out = replace(ckpt, tensors=tensors, notes=[*ckpt.notes, note], dequantized={**ckpt.dequantized, **names})
+    return out, [Dropped(n, ckpt.tensors[n].nbytes, why) for n in lost]
 
 
 def count_parameters(opened: OpenCheckpoint, found: Encodings) -> dict[str, int | float | None]:

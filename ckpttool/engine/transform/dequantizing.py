@@ -43,21 +43,12 @@ if TYPE_CHECKING:
     from ..copy.dtypes import Array
     from ..opening import OpenCheckpoint
 
-__all__ = ["Dequantized", "dequantize"]
+__all__ = ["dequantize"]
 
 #: Classes of torchao whose objects are weights in blocks with a scale each, and the tensors in them as `Encoded` has
 #: them.
 _BLOCKS = frozenset(("Float8Tensor", "Int8Tensor", "MXTensor", "NVFP4Tensor"))
 _PARTS = {"qdata": "codes", "scale": "scale", "zero_point": "zero_point", "per_tensor_scale": "scale_2"}
-
-
-class Dequantized(NamedTuple):
-    """A state with plain numbers in the place of codes: its index, its files, some of which are computed when they are
-    read, and tensors that are lost."""
-
-    checkpoint: Checkpoint
-    source: Source
-    lost: list[Dropped]
 
 
 def dequantize(
@@ -66,9 +57,9 @@ def dequantize(
     found: Encodings,
     choose: Callable[[str, str], str],
     dtype: str | None,
-) -> Dequantized:
-    """Put plain numbers in the place of quantised tensors: float32 for torchao's, and for encoded weights the dtype
-    that is asked for or that of the model.
+) -> tuple[Checkpoint, Source, list[Dropped]]:
+    """Put plain numbers in the place of quantised tensors, float32 for torchao's, and for encoded weights the dtype
+    that is asked for or that of the model; returns (the index, its files, tensors that nothing carries).
 
     Args:
         opened: the state, located.
@@ -91,29 +82,20 @@ def dequantize(
     chosen = {n: c for n, c in objects.items() if any(fnmatch.fnmatchcase(n, pattern) for pattern in wanted)}
     codes = [n for n, names in weights.items() if any(fnmatch.filter(names, pattern) for pattern in wanted)]
     of_torchao = {n: weight for n, c in chosen.items() if (weight := _encoded_object(n, c)) is not None}
-    codes += [w.parts["codes"] for w in of_torchao.values()]
+    more = {w.parts["codes"]: w for w in of_torchao.values()}
+    # each becomes numbers that are computed when they are read
     lost: list[Dropped] = []
     files = ComputedFiles(ckpt)
-    if codes:
-        more = {w.parts["codes"]: w for w in of_torchao.values()}
+    if codes or more:
         every = replace(found, weights={**found.weights, **more})
-        decoded = decode_weights(opened, every, codes, choose, dtype, files)
-        marks = {joined((*c.path, MARK)) for n, c in chosen.items() if n in of_torchao}
-        chosen = {n: c for n, c in chosen.items() if n not in of_torchao}
-        ckpt = replace(
-            ckpt,
-            tensors=decoded.tensors,
-            values={n: v for n, v in ckpt.values.items() if n not in marks},
-            notes=[*ckpt.notes, decoded.note],
-            dequantized={**ckpt.dequantized, **decoded.names},
-        )
-        lost = decoded.lost
-    if chosen:
-        ckpt = _dequantize_objects(ckpt, source, chosen, files)
-    before = opened.checkpoint
+        ckpt, lost = decode_weights(opened, every, [*codes, *more], choose, dtype, files)
+    if of_state := {n: c for n, c in chosen.items() if n not in of_torchao}:
+        ckpt = _dequantize_objects(ckpt, source, of_state, files)
+    before, marks = opened.checkpoint, {joined((*c.path, MARK)) for c in chosen.values()}
     recorded = {n: d for n, d in before.recorded.items() if ckpt.tensors.get(n) is before.tensors[n]}
-    ckpt = replace(ckpt, files=files.names, sizes=files.sizes, recorded=recorded)
-    return Dequantized(ckpt, ComputedSource(source, files.made, (), files.working_bytes), lost)
+    values = {n: v for n, v in ckpt.values.items() if n not in marks}
+    ckpt = replace(ckpt, files=files.names, sizes=files.sizes, values=values, recorded=recorded)
+    return ckpt, ComputedSource(source, files.made, (), files.working_bytes), lost
 
 
 def _encoded_object(name: str, found: Composite) -> Encoded | None:
@@ -197,10 +179,9 @@ def _dequantize_objects(
                 start: tuple[int, ...] = (row, *(0 for _ in shape[1:]))
                 chunks.add(start[: len(shape)], shape, *files.add(file, "float32", shape, part, prod(shape), 16))
             tensors[of] = TensorEntry("float32", found.shape, found.path, chunks)
-    values = {n: v for n, v in ckpt.values.items() if not (v.path[-1] == MARK and joined(v.path[:-1]) in chosen)}
     kinds = ", ".join(dict.fromkeys(class_label(c.about) for c in chosen.values()))
     note = f"{len(chosen):,} tensors ({kinds}) are float32 now, the exact value of each code"
-    return replace(ckpt, tensors=tensors, values=values, notes=[*ckpt.notes, note])
+    return replace(ckpt, tensors=tensors, notes=[*ckpt.notes, note])
 
 
 class _StoredPart(NamedTuple):
@@ -316,9 +297,7 @@ def _dequantize_4bit(codes: Array, scale: Array, qmap: Array) -> Array:
     by its scale."""
     import numpy as np
 
-    pairs = np.empty((len(codes), 2), "u1")
-    pairs[:, 0], pairs[:, 1] = codes >> 4, codes & 15
-    return _scale_blocks(qmap[pairs.reshape(-1)], scale)
+    return _scale_blocks(qmap[np.stack([codes >> 4, codes & 15], axis=1).reshape(-1)], scale)
 
 
 def _dequantize_fp8(codes: Array, scale: Array) -> Array:

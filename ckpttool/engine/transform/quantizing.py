@@ -28,7 +28,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from itertools import product
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -324,15 +324,6 @@ def describe_errors(about: Mapping[str, Any]) -> str:
 # -------------------------------------------------------------------------------------------------------- the index
 
 
-@dataclass
-class _Made:
-    """Codes and scales in the place of weights: files, tensors, {file of codes: weight}."""
-
-    files: ComputedFiles
-    tensors: dict[str, TensorEntry] = field(default_factory=dict)
-    weights: dict[str, str] = field(default_factory=dict)
-
-
 def quantize(opened: OpenCheckpoint, given: str | None) -> tuple[Checkpoint, QuantizedSource]:
     """Return the same state, (index, files), in which weights are codes and scales; nothing is computed yet.
     `Checkpoint.quantized` says what was done.
@@ -366,17 +357,20 @@ def quantize(opened: OpenCheckpoint, given: str | None) -> tuple[Checkpoint, Qua
             f"{argument('quantize', FP8_BLOCK)}: none of the {len(model):,} weights is of a linear layer that would be "
             "quantised."
         )
-    wanted, made = set(chosen.weights), _Made(ComputedFiles(ckpt))
+    wanted, read, files = set(chosen.weights), IndexedReader(opened), ComputedFiles(ckpt)
+    tensors: dict[str, TensorEntry] = {}
     of_codes: dict[str, list[float]] = {}
-    read = IndexedReader(opened)
+    weights: dict[str, str] = {}  # {file of codes: its weight}
     for name, t in ckpt.tensors.items():
         if t.path[0] == "model" and joined(t.path[1:]) in wanted:
             leads = product(*map(range, t.shape[:-2]))
-            _add_codes(made, name, t, [_Matrix(name, lead, t.shape[-2:], scheme, read, of_codes) for lead in leads])
+            matrices = [_Matrix(name, lead, t.shape[-2:], scheme, read, of_codes) for lead in leads]
+            tensors |= _add_codes(files, name, t, matrices)
+            weights |= {m.file("codes"): name for m in matrices}
         else:
-            made.tensors[name] = t
-    out = QuantizedSource(source, made.files.made)
-    out.measured = of_codes
+            tensors[name] = t
+    computed = QuantizedSource(source, files.made)
+    computed.measured = of_codes
     left = (
         f'; {len(chosen.ragged):,} that are no whole blocks stay, first "{chosen.ragged[0]}"' if chosen.ragged else ""
     )
@@ -384,13 +378,12 @@ def quantize(opened: OpenCheckpoint, given: str | None) -> tuple[Checkpoint, Qua
     quantized = {
         "scheme": FP8_BLOCK,
         "config": _make_config(scheme, chosen),
-        "files": made.weights,
-        "more_to_read": 2 * sum(model[n].nbytes for n in wanted) - sum(p.size for p in made.files.made.values()),
+        "files": weights,
+        "more_to_read": 2 * sum(model[n].nbytes for n in wanted) - sum(p.size for p in files.made.values()),
     }
-    files, notes = made.files, [*ckpt.notes, note]
-    return replace(
-        ckpt, tensors=made.tensors, files=files.names, sizes=files.sizes, notes=notes, quantized=quantized
-    ), out
+    notes = [*ckpt.notes, note]
+    out = replace(ckpt, tensors=tensors, files=files.names, sizes=files.sizes, notes=notes, quantized=quantized)
+    return out, computed
 
 
 def _make_config(scheme: _Scheme, chosen: _Chosen) -> dict[str, Any]:
@@ -482,11 +475,10 @@ class _Matrix:
                 ) from None
 
 
-def _add_codes(made: _Made, name: str, t: TensorEntry, matrices: Iterable[_Matrix]) -> None:
-    """Add codes and scales in the place of a weight, a computed file of each for every matrix of it.
+def _add_codes(files: ComputedFiles, name: str, t: TensorEntry, matrices: Iterable[_Matrix]) -> dict[str, TensorEntry]:
+    """Add a file of codes and one of scales for every matrix of a weight; returns both tensors by their names.
 
     Args:
-        made: gets them.
         name: of the weight.
         t: the weight.
     """
@@ -498,9 +490,10 @@ def _add_codes(made: _Made, name: str, t: TensorEntry, matrices: Iterable[_Matri
             (codes, "codes", "float8_e4m3fn", m.shape, blocks * m.scheme.block[0] * m.shape[1], m.compute_codes),
             (scales, "scales", "float32", grid, blocks * grid[1], m.compute_scales),
         ):
-            file = made.files.add(m.file(kind), dtype, shape, compute, page, 0)
+            file = files.add(m.file(kind), dtype, shape, compute, page, 0)
             chunks.add((*m.lead, 0, 0), (*one, *shape), *file)
-        made.weights[m.file("codes")] = name
-    made.tensors[name] = TensorEntry("float8_e4m3fn", t.shape, t.path, codes)
     path = (*t.path[:-1], f"{t.path[-1]}_scale_inv")
-    made.tensors[f"{name}_scale_inv"] = TensorEntry("float32", (*t.shape[:-2], *grid), path, scales)
+    return {
+        name: TensorEntry("float8_e4m3fn", t.shape, t.path, codes),
+        f"{name}_scale_inv": TensorEntry("float32", (*t.shape[:-2], *grid), path, scales),
+    }
