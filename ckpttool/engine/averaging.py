@@ -74,6 +74,7 @@ class _Input:
     facts: dict[str, Any]
     digests: dict[str, str] = field(default_factory=dict)
     ties: Mapping[str, str] = field(default_factory=dict)  # {name that is not read: the one with the same bytes}
+    unread: set[str] = field(default_factory=set)  # names that have no digest yet
     name: str = ""  # of the tensor that is being read
     at: int = 0  # its elements that were
     hasher: Any = None
@@ -99,10 +100,10 @@ class _Input:
         from blake3 import blake3
 
         self.digests[name] = digest
-        found = {n: self.digests.get(self.ties.get(n, n)) for n, t in self.tensors.items() if t.numel}
-        if None not in found.values():
-            named = {f"model.{n}": t for n, t in self.tensors.items()}
-            digests = {n: found[t.local_name] or "" if t.numel else blake3().hexdigest() for n, t in named.items()}
+        self.unread.discard(name)
+        if not self.unread:
+            empty, named = blake3().hexdigest(), {f"model.{n}": t for n, t in self.tensors.items()}
+            digests = {f"model.{n}": self.digests.get(self.ties.get(n, n), empty) for n in self.tensors}
             self.facts["digest"] = component_roots(named, digests)["model"]
 
 
@@ -183,7 +184,7 @@ def _average(inputs: list[_Input], request: AverageRequest) -> MergedCheckpoint:
     names = list(dict.fromkeys(n for one in (last, *inputs) for n in one.tensors))
     ties = _find_ties(inputs, last, names)
     for one in inputs:
-        one.ties = ties
+        one.ties, one.unread = ties, {n for n, t in one.tensors.items() if t.numel and n not in ties}
     _refuse_other_models(inputs, last, [n for n in names if n not in ties])
     kept = _keep_integers(inputs, last, ties)
     ckpt = last.opened.checkpoint
@@ -222,18 +223,12 @@ def _average(inputs: list[_Input], request: AverageRequest) -> MergedCheckpoint:
     )
     ordered = [last, *(one for one in inputs if one is not last)]
     computed = frozenset(names) - kept.keys() - ties.keys()
-    return MergedCheckpoint(
+    return MergedCheckpoint.of(
+        tuple((one.opened, frozenset(f"model.{n}" for n in computed)) for one in ordered),
         out,
         ComputedSource(last.opened.source, files.made, [one.opened.source for one in ordered[1:]], files.working_bytes),
-        last.opened.layout,
-        last.opened.folder,
-        True,
-        last.opened.allow_equal_ranks,
-        last.opened.allow_mixed_steps,
-        only=("model",),
-        left_behind=behind,
-        parts=tuple((one.opened, frozenset(f"model.{n}" for n in computed)) for one in ordered),
-        kept={f"model.{n}": f"model.{n}" for n in kept},
+        {f"model.{n}": f"model.{n}" for n in kept},
+        behind,
     )
 
 

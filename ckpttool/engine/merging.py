@@ -166,18 +166,13 @@ def _merge_states(
     )
     changed = frozenset(plan.named[n] for n in plan.changes)
     read = frozenset(found.stored[n] for found in plan.chosen.values() for n in found.tensors)
-    return MergedCheckpoint(
+    return MergedCheckpoint.of(
+        ((base, changed), (theirs, read)) if given else ((base, changed | read),),
         ckpt,
         ComputedSource(base.source, files.made, [theirs.source], _TORCH_BYTES + files.working_bytes),
-        base.layout,
-        base.folder,
-        True,
-        base.allow_equal_ranks,
-        base.allow_mixed_steps,
-        only=base.only,
-        left_behind=_list_left_behind(base, theirs, plan.named, read),
-        parts=((base, changed), (theirs, read)) if given else ((base, changed | read),),
-        kept={f"model.{n}": there for n, there in plan.named.items() if n not in plan.changes},
+        {f"model.{n}": there for n, there in plan.named.items() if n not in plan.changes},
+        _list_left_behind(base, theirs, plan.named, read),
+        base.only,
     )
 
 

@@ -301,6 +301,32 @@ class MergedCheckpoint(OpenCheckpoint):
     parts: tuple[tuple[OpenCheckpoint, frozenset[str]], ...] = ()
     kept: dict[str, str] = field(default_factory=dict)
 
+    @classmethod
+    def of(
+        cls,
+        parts: tuple[tuple[OpenCheckpoint, frozenset[str]], ...],
+        checkpoint: Checkpoint,
+        source: Source,
+        kept: dict[str, str],
+        left_behind: list[Dropped],
+        only: tuple[str, ...] | None = ("model",),
+    ) -> MergedCheckpoint:
+        """Make one of its parts, of which the first says how it was opened; the index is located."""
+        first = parts[0][0]
+        return cls(
+            checkpoint,
+            source,
+            first.layout,
+            first.folder,
+            True,
+            first.allow_equal_ranks,
+            first.allow_mixed_steps,
+            only=only,
+            left_behind=left_behind,
+            parts=parts,
+            kept=kept,
+        )
+
     def expect_recorded(self, ignore: bool = False) -> None:
         """Make the digests recorded of the first part those that unchanged weights must have. The inputs of computed
         weights, with the digests recorded of them, go into `inputs`, to be compared later; with `ignore`, no digests
@@ -495,18 +521,8 @@ def _choose_weights(opened: OpenCheckpoint, options: OpenOptions, key: str) -> M
         return open_checkpoint(path, OpenOptions(config=options.config), check_hints=False)
 
     chosen = choose_weights(opened, key, open_beside)
-    return MergedCheckpoint(
-        chosen.checkpoint,
-        chosen.source,
-        opened.layout,
-        opened.folder,
-        True,
-        opened.allow_equal_ranks,
-        opened.allow_mixed_steps,
-        only=("model",),
-        left_behind=chosen.left_behind,
-        parts=((chosen.whole, chosen.inputs),),
-        kept=chosen.kept,
+    return MergedCheckpoint.of(
+        ((chosen.whole, chosen.inputs),), chosen.checkpoint, chosen.source, chosen.kept, chosen.left_behind
     )
 
 
