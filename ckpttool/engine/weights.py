@@ -17,7 +17,7 @@ aten/src/ATen/native/Lerp.h of torch 2.13.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -165,31 +165,31 @@ def _export(opened: OpenCheckpoint, chosen: WeightSet, note: str = "") -> Chosen
             "is not known. Convert the checkpoint as it is, and take the weights with the program that quantised them."
         )
     model = {t.local_name: t for t in ckpt.tensors.values() if t.component == "model"}
-    tensors, kept = dict(chosen.tensors), list(chosen.of_model)
-    twins = equal_tensors(opened, {n: model[n] for n in kept}, {n: model[n] for n in tensors if n in model})
+    tensors, of_model = dict(chosen.tensors), list(chosen.of_model)
+    twins = equal_tensors(opened, {n: model[n] for n in of_model}, {n: model[n] for n in tensors if n in model})
     tensors |= {n: tensors[m] for n, m in twins.items()}  # tied weights of which the set has one name
-    kept = [n for n in kept if n not in twins]
+    of_model = [n for n in of_model if n not in twins]
     if chosen.beside and chosen.key != "module":  # the rest of a model that has the module, too
         inside = {id(t.chunks) for t in tensors.values()}
-        rest = [n for n, t in model.items() if n not in tensors and n not in kept and id(t.chunks) not in inside]
-        kept += [n for n in rest if not n.startswith(chosen.key + ".")]
-    order = [n for n in model if n in tensors or n in kept] if model and chosen.key != "module" else list(tensors)
+        rest = [n for n, t in model.items() if n not in tensors and n not in of_model and id(t.chunks) not in inside]
+        of_model += [n for n in rest if not n.startswith(chosen.key + ".")]
+    order = [n for n in model if n in tensors or n in of_model] if model and chosen.key != "module" else list(tensors)
     names = {id(t.chunks): n for n, t in ckpt.tensors.items()}
     entries = {n: tensors.get(n) or model[n] for n in order}
-    sources = {n: names[id(t.chunks)] for n, t in entries.items()}
+    kept = {f"model.{n}": names[id(t.chunks)] for n, t in entries.items()}
     out = {f"model.{n}": replace(t, path=("model", n)) for n, t in entries.items()}
     notes = [note] if note else []
     dtypes = {(model[n].dtype, t.dtype) for n, t in tensors.items() if n in model and model[n].dtype != t.dtype}
     if dtypes:
         notes.append("; ".join(f"they are {b}, and the weights of the model {a}" for a, b in sorted(dtypes)))
-    if kept:
+    if of_model:
         notes.append(
-            f"{count_noun(len(kept), 'tensor')} that the set lacks are those of the model: {list_first(kept, 8)}"
+            f"{count_noun(len(of_model), 'tensor')} that the set lacks are those of the model: {list_first(of_model, 8)}"
         )
     if not model:
         notes.append("there is no model beside it whose names and shapes it could be compared with")
     trained = [] if chosen.key in ("state_dict", "module") else [n for n in model if n in tensors]
-    return _finish(opened, chosen.key, out, {f"model.{n}": s for n, s in sources.items()}, notes, len(trained), kept)
+    return _finish(opened, chosen.key, out, kept, notes, len(trained), of_model, ComputedFiles(ckpt))
 
 
 def _finish(
@@ -200,8 +200,8 @@ def _finish(
     notes: list[str],
     replaced: int,
     of_model: list[str],
-    computed: ComputedFiles | None = None,
-    inputs: frozenset[str] = frozenset(),
+    computed: ComputedFiles,
+    inputs: Iterable[str] = (),
 ) -> ChosenWeights:
     """Make the index of chosen weights.
 
@@ -210,9 +210,9 @@ def _finish(
         kept: {name of one that is copied: its name in `opened`}.
         replaced: how many weights of the model stay behind for them.
         of_model: FQNs that are those of the model.
-        computed: files of weights that are computed, from the tensors `inputs`.
+        computed: the files, with those of weights that are computed from the tensors `inputs`.
     """
-    ckpt = opened.checkpoint
+    ckpt, source = opened.checkpoint, opened.source
     used = {*kept.values(), *inputs}
     behind = [Dropped(n, t.nbytes, _NOT_CARRIED) for n, t in ckpt.tensors.items() if n not in used and n not in tensors]
     values = {n: v for n, v in ckpt.values.items() if v.component == "model"}
@@ -225,6 +225,8 @@ def _finish(
         said += f"; left behind: {' and '.join(left)}"
     out = replace(
         ckpt,
+        files=computed.names,
+        sizes=computed.sizes,
         tensors=tensors,
         values=values,
         origin={},
@@ -236,11 +238,9 @@ def _finish(
             "weights": {"key": key, "tensors": len(tensors) - len(of_model), "of_model": of_model, "notes": notes}
         },
     )
-    source = opened.source
-    if computed is not None:
-        out = replace(out, files=computed.names, sizes=computed.sizes)
+    if computed.made:
         source = ComputedSource(source, computed.made, (), computed.working_bytes)
-    return ChosenWeights(out, source, behind, opened, kept, inputs)
+    return ChosenWeights(out, source, behind, opened, kept, frozenset(inputs))
 
 
 def equal_tensors(
@@ -296,7 +296,7 @@ def _join_beside(opened: OpenCheckpoint, name: str, open_beside: Callable[[str],
     moved: dict[str, TensorEntry] = {}
     for t in theirs.tensors.values():
         path = ("extra", name.rstrip("/"), *(t.path[1:] if t.component in ("model", "extra") else t.path))
-        moved[joined(path)] = replace(t, path=path, chunks=t.chunks.moved(n) if n else t.chunks)
+        moved[joined(path)] = replace(t, path=path, chunks=t.chunks.moved(n))
     whole = replace(
         ckpt,
         tensors=ckpt.tensors | moved,
@@ -367,9 +367,7 @@ def _choose_schedule_free(opened: OpenCheckpoint, which: str) -> ChosenWeights:
         kept.pop(f"model.{n}")
     of_model = [n for n in bare if f"model.{n}" in kept]
     replaced = sum(1 for n in tensors if kept.get(n) != n)
-    return _finish(
-        opened, f"schedule-free-{which}", tensors, kept, [note], replaced, of_model, computed, frozenset(inputs)
-    )
+    return _finish(opened, f"schedule-free-{which}", tensors, kept, [note], replaced, of_model, computed, inputs)
 
 
 def _make_lerp(reader: BoxReader, start_of: TensorEntry, end_of: TensorEntry, weight: float) -> Any:
