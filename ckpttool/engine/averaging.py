@@ -311,7 +311,7 @@ def _slerp_factors(inputs: list[_Input], name: str, t: float) -> tuple[float, fl
 
     count, page = inputs[0].tensors[name].numel, choose_page([one.tensors[name] for one in inputs])
     dot = left = right = 0.0
-    for first in range(0, count, page):
+    for first in range(0, count, max(1, page)):
         x, y = (one.read(name, first, min(first + page, count), "float64") for one in inputs)
         with np.errstate(all="ignore"):
             dot, left, right = dot + float(np.dot(x, y)), left + float(np.dot(x, x)), right + float(np.dot(y, y))

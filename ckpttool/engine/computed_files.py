@@ -13,7 +13,7 @@ checked, whatever the blocks of the destination are.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from math import prod
 from typing import TYPE_CHECKING
@@ -83,10 +83,12 @@ class ComputedFiles:
         return Extent(len(self.names) - 1, 0, count * item)
 
 
-def choose_page(tensors: Iterable[TensorEntry]) -> int:
-    """Choose how many elements of a tensor are computed together from the same elements of others: all of them where
-    one of these is compressed, and can only be read whole."""
-    return max((t.numel for t in tensors if t.chunks.zstd), default=MOST_ELEMENTS)
+def choose_page(tensors: Sequence[TensorEntry]) -> int:
+    """Choose how many elements of a tensor are computed together from the same elements of others, of its shape: whole
+    rows, or all of them where one of the others is compressed, and can only be read whole."""
+    shape = tensors[0].shape
+    row = next(n for k in range(len(shape) + 1) if (n := prod(shape[k:])) <= MOST_ELEMENTS)
+    return max((t.numel for t in tensors if t.chunks.zstd), default=MOST_ELEMENTS // max(1, row) * row)
 
 
 class BoxReader:

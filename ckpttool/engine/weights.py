@@ -184,7 +184,8 @@ def _export(opened: OpenCheckpoint, chosen: WeightSet, note: str = "") -> Chosen
         notes.append("; ".join(f"they are {b}, and the weights of the model {a}" for a, b in sorted(dtypes)))
     if of_model:
         notes.append(
-            f"{count_noun(len(of_model), 'tensor')} that the set lacks are those of the model: {list_first(of_model, 8)}"
+            f"{count_noun(len(of_model), 'tensor')} that the set lacks are those of the model: "
+            f"{list_first(of_model, 8)}"
         )
     if not model:
         notes.append("there is no model beside it whose names and shapes it could be compared with")

@@ -290,26 +290,24 @@ def averages_beside(ckpt: Checkpoint) -> dict[str, int | None]:
 
 def describe_weight_sets(ckpt: Checkpoint) -> list[dict[str, Any]]:
     """Describe the sets of weights of a checkpoint besides its model, as `Summary.weights` has them."""
-    out: list[dict[str, Any]] = []
-
-    def add(key: str, tensors: int | None, nbytes: int | None, what: str) -> None:
-        """Add a row."""
-        out.append({"key": key, "tensors": tensors, "bytes": nbytes, "what": what, "option": argument("weights", key)})
-
+    rows: list[tuple[str, int | None, int | None, str]] = []
     sets = find_weight_sets(ckpt) if any(t.component == "model" for t in ckpt.tensors.values()) else {}
     for key, s in sets.items():
         if s.is_whole:
-            what = "average" if is_average(key) else "weights besides the model"
-            if key == OF_TRAINING:
-                what = "the weights that were trained; the model is their average"
-            add(key, len(s.tensors), sum(t.nbytes for t in s.tensors.values()), what)
+            other = "the weights that were trained; the model is their average" if key == OF_TRAINING else ""
+            what = other or ("average" if is_average(key) else "weights besides the model")
+            rows.append((key, len(s.tensors), sum(t.nbytes for t in s.tensors.values()), what))
     if is_schedule_free(ckpt):
         try:
             free = find_free_parameters(ckpt)
         except Unsupported:
             free = {}
         if any(of.train_mode for of in free.values()):
-            add("schedule-free-x", len(free), sum(of.z.nbytes for of in free.values()), "average, computed of y and z")
-    for name, size in averages_beside(ckpt).items():
-        add(name, None, size, "beside the checkpoint, by its name an average")
-    return out
+            size = sum(of.z.nbytes for of in free.values())
+            rows.append(("schedule-free-x", len(free), size, "average, computed of y and z"))
+    beside = averages_beside(ckpt).items()
+    rows += [(name, None, size, "beside the checkpoint, by its name an average") for name, size in beside]
+    return [
+        {"key": key, "tensors": tensors, "bytes": nbytes, "what": what, "option": argument("weights", key)}
+        for key, tensors, nbytes, what in rows
+    ]
