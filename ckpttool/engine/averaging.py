@@ -45,7 +45,7 @@ from .computed_files import BoxReader, ComputedFiles, cast_array, choose_page
 from .copy.fill import silent
 from .copy.tensor_digests import tensor_digests
 from .opening import CheckpointPath, MergedCheckpoint, OpenCheckpoint, drop_other_layout, open_checkpoint, show_path
-from .weights import equal_tensors, forget_optimizer
+from .weights import find_equal_tensors, forget_optimizer
 
 if TYPE_CHECKING:
     from .copy.dtypes import Array
@@ -157,13 +157,13 @@ def _make_input(opened: OpenCheckpoint, where: str, count: int) -> _Input:
         "name": os.path.basename(where),
         "layout": ckpt.layout,
         "world_size": ckpt.world_size,
-        "step": step_count(_whole_state(opened).value),
+        "step": step_count(_find_whole_state(opened).value),
         "digest": None,
     }
     return _Input(opened, where, BoxReader(ckpt, opened.source, count), tensors, facts | (ckpt.derived or {}))
 
 
-def _whole_state(opened: OpenCheckpoint) -> Checkpoint:
+def _find_whole_state(opened: OpenCheckpoint) -> Checkpoint:
     """Return the index of the whole state of which the weights of a checkpoint were chosen."""
     return opened.parts[0][0].checkpoint if isinstance(opened, MergedCheckpoint) else opened.checkpoint
 
@@ -248,7 +248,7 @@ def _find_ties(inputs: list[_Input], last: _Input, names: list[str]) -> dict[str
             for one in have:
                 t, near = one.tensors[name], {n: one.tensors[n] for n in others}
                 same = [n for n in others if same_bytes(t, near[n])]
-                others = same or list(equal_tensors(one.opened, {name: t}, near).values())
+                others = same or list(find_equal_tensors(one.opened, {name: t}, near).values())
             if others:
                 out[name] = others[0]
     return out
@@ -436,7 +436,7 @@ def _list_left_behind(inputs: list[_Input], notes: list[str]) -> list[Dropped]:
     """List what the inputs hold besides weights, and add a note on it."""
     rows: dict[str, Dropped] = {}
     for one in inputs:
-        states = (_whole_state(one.opened), one.opened.checkpoint)
+        states = (_find_whole_state(one.opened), one.opened.checkpoint)
         for state in states:
             rows |= {n: Dropped(n, t.nbytes, _LEFT) for n, t in state.tensors.items() if t.component != "model"}
             rows |= {n: Dropped(n, 0, _LEFT) for n, v in state.values.items() if v.component != "model"}

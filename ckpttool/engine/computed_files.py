@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 __all__ = ["MOST_ELEMENTS", "BoxReader", "ComputedFiles", "cast_array", "choose_page"]
 
-#: Elements of a page, where no other number is asked for.
+#: Elements of a page that is computed from the same elements of other tensors.
 MOST_ELEMENTS = 1 << 20
 
 Shape = tuple[int, ...]
@@ -56,7 +56,7 @@ class ComputedFiles:
         shape: Shape,
         compute: Callable[[int, int], Array],
         page: int,
-        each: int = 4 * 8,
+        bytes_each: int = 4 * 8,
     ) -> Extent:
         """Add the file of a tensor, or of a box of one, and return the place of its bytes.
 
@@ -64,7 +64,7 @@ class ComputedFiles:
             name: of the file, for messages.
             compute: returns elements [first, end), row-major, as an array whose bytes are those of `dtype`.
             page: elements that are computed together, at most.
-            each: bytes of memory that computing an element takes; by default four steps in float64.
+            bytes_each: bytes of memory that computing an element takes; by default four steps in float64.
         """
         item, count = ITEMSIZE[dtype], prod(shape)
         step = max(1, min(page, count))
@@ -79,7 +79,7 @@ class ComputedFiles:
         self.made[name] = PagedFile(count * item, step * item, compute_page)
         self.names.append(name)
         self.sizes.append(count * item)
-        self.working_bytes = max(self.working_bytes, step * each)
+        self.working_bytes = max(self.working_bytes, step * bytes_each)
         return Extent(len(self.names) - 1, 0, count * item)
 
 

@@ -44,7 +44,7 @@ from .opening import (
     model_of,
     open_checkpoint,
 )
-from .weights import equal_tensors
+from .weights import find_equal_tensors
 
 if TYPE_CHECKING:
     import torch
@@ -469,7 +469,7 @@ def _find_tied_groups(
             alike.setdefault((t.dtype, t.shape), []).append(n)
     pairs = {n: old[named[n]] for names in alike.values() if len(names) > 1 for n in names}
     same: dict[str, list[str]] = {}
-    for n, first in equal_tensors(base, pairs, pairs).items():
+    for n, first in find_equal_tensors(base, pairs, pairs).items():
         same.setdefault(first, []).append(n)
     equal = [names for names in same.values() if len(names) > 1]
     if changed := [names for names in equal if any(n in plan for n in names)]:

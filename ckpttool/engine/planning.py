@@ -664,7 +664,7 @@ def _refuse_casts(draft: Draft, target: layouts.Layout, codes: Encodings) -> Non
         if of is not None and of.dtype != t.dtype and (said := codes.describe(joined(of.path))):
             raise Unsupported(
                 f"{said}, and {target.name} keeps it as {t.dtype}: its engine trains numbers, not codes. "
-                f"{encodings.advise()}"
+                f"{encodings.advise_dequantizing()}"
             )
         if of is not None and of.dtype != t.dtype and "float4_e2m1fn_x2" in (of.dtype, t.dtype):
             raise Unsupported(

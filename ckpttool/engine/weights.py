@@ -30,7 +30,7 @@ from ..index.weight_sets import (
     OF_TRAINING,
     WEIGHT_FILES,
     WeightSet,
-    averages_beside,
+    find_averages_beside,
     find_weight_sets,
     is_average,
     match_key,
@@ -46,7 +46,7 @@ if TYPE_CHECKING:
     from .copy.dtypes import Array
     from .opening import OpenCheckpoint
 
-__all__ = ["ChosenWeights", "choose_weights", "equal_tensors", "forget_optimizer"]
+__all__ = ["ChosenWeights", "choose_weights", "find_equal_tensors", "forget_optimizer"]
 
 #: What names the weights of a schedule-free optimizer.
 _FREE = {f"schedule-free-{name}": name for name in "xyz"}
@@ -144,7 +144,7 @@ def _explain_no_set(
         )
     have = [k for k, s in sets.items() if s.is_whole]
     have += list(_FREE)[:1] if is_schedule_free(opened.checkpoint) else []
-    have += list(averages_beside(opened.checkpoint))
+    have += list(find_averages_beside(opened.checkpoint))
     there = f"it holds {', '.join(have)}" if have else "it holds no weights besides those of the model"
     return UsageError(f"{said}: {root} has no set of weights of such a name; {there}.")
 
@@ -166,7 +166,7 @@ def _export(opened: OpenCheckpoint, chosen: WeightSet, note: str = "") -> Chosen
         )
     model = {t.local_name: t for t in ckpt.tensors.values() if t.component == "model"}
     tensors, of_model = dict(chosen.tensors), list(chosen.of_model)
-    twins = equal_tensors(opened, {n: model[n] for n in of_model}, {n: model[n] for n in tensors if n in model})
+    twins = find_equal_tensors(opened, {n: model[n] for n in of_model}, {n: model[n] for n in tensors if n in model})
     tensors |= {n: tensors[m] for n, m in twins.items()}  # tied weights of which the set has one name
     of_model = [n for n in of_model if n not in twins]
     if chosen.beside and chosen.key != "module":  # the rest of a model that has the module, too
@@ -244,7 +244,7 @@ def _finish(
     return ChosenWeights(out, source, behind, opened, kept, frozenset(inputs))
 
 
-def equal_tensors(
+def find_equal_tensors(
     opened: OpenCheckpoint, some: Mapping[str, TensorEntry], others: Mapping[str, TensorEntry]
 ) -> dict[str, str]:
     """Return {name: the first of `others` with equal bytes} of those of `some` that have one of the same dtype and
@@ -358,7 +358,7 @@ def _choose_schedule_free(opened: OpenCheckpoint, which: str) -> ChosenWeights:
     weight_of = {"x": "lerp(y, z, 1 - 1/beta1)", "y": "lerp(x, z, 1 - beta1)", "z": "the optimizer's z"}[which]
     note = f"the weights in the checkpoint are {is_now}" + (f"; {which} is {weight_of}" if is_now != which else "")
     bare = [n.removeprefix("model.") for n in tensors if n.removeprefix("model.") not in free]
-    twins = equal_tensors(
+    twins = find_equal_tensors(
         opened,
         {n: ckpt.tensors[f"model.{n}"] for n in bare if f"model.{n}" in kept},
         {n: ckpt.tensors[f"model.{n}"] for n in free},

@@ -39,13 +39,13 @@ from .packed_formulas import (
     compute_bnb_4bit,
     compute_bnb_int8,
     compute_gptq,
-    names_groups,
+    is_group_index,
     read_bnb_shape,
     round_numbers,
     unpack_bits,
 )
 
-__all__ = ["FORMULAS", "Formula", "Read", "Rows", "scale_numbers"]
+__all__ = ["FORMULAS", "Formula", "Read", "Rows"]
 
 
 class Rows(NamedTuple):
@@ -86,7 +86,7 @@ class Formula(NamedTuple):
 # ------------------------------------------------------------------------------------------------- codes and scales
 
 
-def scale_numbers(scale: Array) -> Array:
+def _widen_scales(scale: Array) -> Array:
     """Return scales as float32; bytes are exponents of two."""
     import numpy as np
 
@@ -191,7 +191,7 @@ def _compute_blocks(weight: Encoded, rows: Rows, read: Read) -> Array:
             )
         zeros = _read_grid("zero_point", rows, weight.block[0], read).astype("f4")
         _combine(isub, numbers, zeros, weight.block, rows.first)
-    scale = scale_numbers(_read_grid("scale", rows, weight.block[0], read))
+    scale = _widen_scales(_read_grid("scale", rows, weight.block[0], read))
     if weight.kind == "fp4":
         scale = _scale_by_whole(weight, scale, rows, read)
     elif weight.rounds_scale:
@@ -236,7 +236,7 @@ def _compute_transposed_fp4(weight: Encoded, rows: Rows, read: Read) -> Array:
     else:
         codes, scale = (read(part, *rows.lead, slice(None), groups) for part in ("codes", "scale"))
     numbers = _fp4_numbers(codes)
-    numbers *= scale_numbers(scale)[..., None]
+    numbers *= _widen_scales(scale)[..., None]
     return np.ascontiguousarray(numbers.reshape(len(numbers), -1).T)
 
 
@@ -292,7 +292,7 @@ def _compute_packed(weight: Encoded, rows: Rows, read: Read) -> Array:
     block = (1, -(-columns // scale.shape[1]))
     order = read("g_idx") if "g_idx" in weight.parts and scale.shape[1] > 1 else None
     odd = "" if zeros.shape in ((1, 1), (len(codes), 1), (len(codes), scale.shape[1])) else "zero_point"
-    if order is not None and not (order == -1).any() and not names_groups(order, columns, scale.shape[1]):
+    if order is not None and not (order == -1).any() and not is_group_index(order, columns, scale.shape[1]):
         odd = "g_idx"
     if odd:
         raise Corrupt(f'"{weight.parts[odd]}" does not fit {list(weight.shape)} codes in {scale.shape[1]:,} groups.')

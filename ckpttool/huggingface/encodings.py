@@ -48,11 +48,11 @@ __all__ = [
     "Encoded",
     "Encodings",
     "Fault",
-    "advise",
+    "advise_dequantizing",
     "describe_schemes",
     "find_in_checkpoint",
     "find_in_tensors",
-    "parameter_shapes",
+    "find_parameter_shapes",
     "read_model_dtype",
     "read_quantization_config",
 ]
@@ -225,7 +225,7 @@ class Encodings:
         return describe_schemes(len(self.weights), self.of, self.schemes())
 
 
-def advise() -> str:
+def advise_dequantizing() -> str:
     """Return a sentence on what to do where a layout cannot hold codes."""
     return (
         f"{argument('dequantize', ['*'])} makes numbers of them; layouts that keep dtypes, such as dcp or hf, carry "
@@ -314,7 +314,7 @@ def find_in_tensors(tensors: Mapping[str, TensorEntry], config: Config | None = 
         for pair, codes in _candidate_pairs(name, tensors):
             found = _match_scheme(pair, codes, name, tensors, said)
             if found is not None:
-                parts = _parts_of_codes(codes, name, pair, tensors)
+                parts = _list_parts(codes, name, pair, tensors)
                 weights[codes] = _make_encoded(found, name[: -len(pair.scale)] + pair.leaf, parts, tensors, said)
                 belongs |= dict.fromkeys(parts.values(), codes)
             elif pair.sure or quantised or (tensors[codes].dtype in _FLOAT8 and pair.scale == "_scale"):
@@ -348,7 +348,7 @@ def _count_tensors(names: Sequence[str]) -> str:
     return "1 tensor holds" if len(names) == 1 else f"{len(names):,} tensors hold"
 
 
-def parameter_shapes(tensors: Mapping[str, TensorEntry], config: Config | None = None) -> dict[str, _Shape] | None:
+def find_parameter_shapes(tensors: Mapping[str, TensorEntry], config: Config | None = None) -> dict[str, _Shape] | None:
     """Return {name: shape} of the parameters that some tensors stand for; None where the codes of one do not tell.
     `config` is the quantization_config beside them, None where there is none."""
     found = find_in_tensors(tensors, config)
@@ -368,7 +368,7 @@ def _candidate_pairs(name: str, tensors: Mapping[str, TensorEntry]) -> Iterator[
                 yield pair, codes
 
 
-def _parts_of_codes(codes: str, scale: str, pair: _Pair, tensors: Mapping[str, TensorEntry]) -> dict[str, str]:
+def _list_parts(codes: str, scale: str, pair: _Pair, tensors: Mapping[str, TensorEntry]) -> dict[str, str]:
     """Return the tensors that belong to some codes, as `Encoded.parts` has them.
 
     Args:
@@ -491,7 +491,7 @@ def _match_scheme(
         return _match_packed_integers(c.shape, s, said)
     if c.dtype in _TWO_IN_A_BYTE and (fp4 := _match_fp4(c, s)) is not None:
         return fp4
-    found = _scale_granularity(c.shape, s.shape, said.block)
+    found = _find_granularity(c.shape, s.shape, said.block)
     if found is None or s.dtype not in FLOATING | _EXPONENTS or (pair.codes == "_packed"):
         return None
     how, block = found
@@ -586,7 +586,7 @@ def _match_fp4(c: TensorEntry, s: TensorEntry) -> _Scheme | None:
     return None
 
 
-def _scale_granularity(shape: _Shape, scale: _Shape, block: _Block | None) -> tuple[str, _Block] | None:
+def _find_granularity(shape: _Shape, scale: _Shape, block: _Block | None) -> tuple[str, _Block] | None:
     """Return which codes share a scale, as a text ("blocks of 128x128") and as (rows, columns); None where the shapes
     do not fit.
 
@@ -609,13 +609,13 @@ def _scale_granularity(shape: _Shape, scale: _Shape, block: _Block | None) -> tu
         return "one scale a row", (1, columns)
     if block is not None or not alike or scale[:-2] != shape[:-2]:
         return None
-    down, along = (_codes_per_scale(n, k) for n, k in zip(shape[-2:], scale[-2:], strict=True))
+    down, along = (_count_codes_per_scale(n, k) for n, k in zip(shape[-2:], scale[-2:], strict=True))
     if not down or not along:
         return None
     return f"groups of {along}" if down == 1 else f"blocks of {down}x{along}", (down, along)
 
 
-def _codes_per_scale(n: int, scales: int) -> int:
+def _count_codes_per_scale(n: int, scales: int) -> int:
     """Return how many of `n` codes in a row share one of so many scales; 0 where no usual number does."""
     if n == scales:
         return 1

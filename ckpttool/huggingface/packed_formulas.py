@@ -42,7 +42,7 @@ __all__ = [
     "compute_bnb_4bit",
     "compute_bnb_int8",
     "compute_gptq",
-    "names_groups",
+    "is_group_index",
     "read_bnb_shape",
     "round_numbers",
     "unpack_bits",
@@ -91,7 +91,7 @@ def unpack_bits(words: Array, bits: int, count: int) -> Array:
     return out.astype("u1").reshape(len(data), -1)[:, :count]
 
 
-def names_groups(order: Array, columns: int, groups: int) -> bool:
+def is_group_index(order: Array, columns: int, groups: int) -> bool:
     """Tell whether `order` names one of so many groups for each column."""
     fits = order.shape == (columns,) and order.dtype.kind in "iu"
     return bool(fits and (not columns or 0 <= order.min() <= order.max() < groups))
@@ -117,7 +117,7 @@ def _read_transposed(weight: Encoded, rows: Rows, per_word: Fraction, read: Read
     codes = read("codes")[:, of_codes] if small else read("codes", slice(None), of_codes)
     groups = read("g_idx") if "g_idx" in weight.parts else np.arange(weight.shape[1]) // weight.block[1]
     scales = read("scale")[:, here]
-    if not names_groups(groups, weight.shape[1], len(scales)):
+    if not is_group_index(groups, weight.shape[1], len(scales)):
         raise Corrupt(
             f'"{weight.parts.get("g_idx", weight.parts["codes"])}" names groups of {weight.shape[1]:,} columns that '
             f"have no scale: there are {len(scales)}."

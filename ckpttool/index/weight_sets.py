@@ -31,8 +31,8 @@ __all__ = [
     "OF_TRAINING",
     "WEIGHT_FILES",
     "WeightSet",
-    "averages_beside",
     "describe_weight_sets",
+    "find_averages_beside",
     "find_weight_sets",
     "is_average",
     "match_key",
@@ -282,7 +282,7 @@ def _complete(
 # ---------------------------------------------------------------------------------------------------------- describing
 
 
-def averages_beside(ckpt: Checkpoint) -> dict[str, int | None]:
+def find_averages_beside(ckpt: Checkpoint) -> dict[str, int | None]:
     """Return {name: bytes, None if unknown} of the files and folders beside a checkpoint, that it did not read, whose
     names say that they are averages."""
     return {r.name: r.bytes for r in ckpt.unread if r.name.endswith(WEIGHT_FILES) and is_average(r.name)}
@@ -294,8 +294,8 @@ def describe_weight_sets(ckpt: Checkpoint) -> list[dict[str, Any]]:
     sets = find_weight_sets(ckpt) if any(t.component == "model" for t in ckpt.tensors.values()) else {}
     for key, s in sets.items():
         if s.is_whole:
-            other = "the weights that were trained; the model is their average" if key == OF_TRAINING else ""
-            what = other or ("average" if is_average(key) else "weights besides the model")
+            what = "average" if is_average(key) else "weights besides the model"
+            what = "the weights that were trained; the model is their average" if key == OF_TRAINING else what
             rows.append((key, len(s.tensors), sum(t.nbytes for t in s.tensors.values()), what))
     if is_schedule_free(ckpt):
         try:
@@ -305,7 +305,7 @@ def describe_weight_sets(ckpt: Checkpoint) -> list[dict[str, Any]]:
         if any(of.train_mode for of in free.values()):
             size = sum(of.z.nbytes for of in free.values())
             rows.append(("schedule-free-x", len(free), size, "average, computed of y and z"))
-    beside = averages_beside(ckpt).items()
+    beside = find_averages_beside(ckpt).items()
     rows += [(name, None, size, "beside the checkpoint, by its name an average") for name, size in beside]
     return [
         {"key": key, "tensors": tensors, "bytes": nbytes, "what": what, "option": argument("weights", key)}

@@ -186,7 +186,7 @@ class SavePlan:
         codes = encodings.find_in_tensors(state.tensors)
         if said := next(filter(None, (codes.describe(n) for g in state.groups for n in g.params)), ""):
             raise Unsupported(
-                f"{said}, and DeepSpeed trains the parameters of a group in float32. {encodings.advise()}"
+                f"{said}, and DeepSpeed trains the parameters of a group in float32. {encodings.advise_dequantizing()}"
             )
         if not any(g.params for g in state.groups):
             raise Unsupported(

@@ -285,7 +285,9 @@ def _lay_out_flats(
             (a, one), (b, two) = list(kinds.items())[:2]
             codes = encodings.find_in_tensors(state.tensors)
             if said := codes.describe(one) or codes.describe(two):
-                raise Unsupported(f"{said}, and FSDP1 flattens numbers that it trains, not codes. {encodings.advise()}")
+                raise Unsupported(
+                    f"{said}, and FSDP1 flattens numbers that it trains, not codes. {encodings.advise_dequantizing()}"
+                )
             raise Unsupported(
                 f'"{one}" is {a} and "{two}" is {b}, and FSDP1 flattens parameters of one dtype only; both lie in '
                 f'module "{module}". Wrap them apart with {argument("wrap")}, or cast one with {argument("cast")}.'

@@ -460,7 +460,7 @@ def _ask_transformers(
     """
     if not isinstance(config.get("model_type"), str):
         return None
-    shapes = encodings.parameter_shapes(model, config.get("quantization_config"))
+    shapes = encodings.find_parameter_shapes(model, config.get("quantization_config"))
     if shapes is None:
         notes.append(
             "names were not compared with those of the model of config.json: packed codes do not tell their shapes"

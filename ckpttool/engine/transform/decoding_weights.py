@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from ..copy.dtypes import Array
     from ..opening import OpenCheckpoint
 
-__all__ = ["IndexedReader", "count_parameters", "decode_weights", "names_of_weight"]
+__all__ = ["IndexedReader", "count_parameters", "decode_weights", "list_weight_names"]
 
 _COUNTS = ("parameters", "encoded_parameters", "bits_per_parameter", "encoded_bits_per_parameter")
 
@@ -50,7 +50,7 @@ _OF_ACTIVATIONS = frozenset(
 )
 
 
-def names_of_weight(codes: str, weight: Encoded) -> list[str]:
+def list_weight_names(codes: str, weight: Encoded) -> list[str]:
     """List the names by which a pattern finds an encoded weight: of its parameter and of its codes, with and without
     "model." before them."""
     return [m for n in (weight.weight, codes) for m in (n, n.removeprefix("model."))]

@@ -37,7 +37,7 @@ from ...storage.source import Source
 from ..computed_files import ComputedFiles
 from ..copy.dtypes import numpy_dtype
 from ..copy.stream import small
-from .decoding_weights import decode_weights, names_of_weight
+from .decoding_weights import decode_weights, list_weight_names
 
 if TYPE_CHECKING:
     from ..copy.dtypes import Array
@@ -77,11 +77,11 @@ def dequantize(
     ckpt, source = opened.checkpoint, opened.source
     # which tensors: every pattern must name one
     wanted, objects = list(patterns), composites(ckpt)
-    weights = {codes: names_of_weight(codes, w) for codes, w in found.weights.items()}
+    weights = {codes: list_weight_names(codes, w) for codes, w in found.weights.items()}
     _refuse_patterns(wanted, objects, weights, found)
     chosen = {n: c for n, c in objects.items() if any(fnmatch.fnmatchcase(n, pattern) for pattern in wanted)}
     codes = [n for n, names in weights.items() if any(fnmatch.filter(names, pattern) for pattern in wanted)]
-    of_torchao = {n: weight for n, c in chosen.items() if (weight := _encoded_object(n, c)) is not None}
+    of_torchao = {n: weight for n, c in chosen.items() if (weight := _describe_object(n, c)) is not None}
     more = {w.parts["codes"]: w for w in of_torchao.values()}
     # each becomes numbers that are computed when they are read
     lost: list[Dropped] = []
@@ -98,7 +98,7 @@ def dequantize(
     return ckpt, ComputedSource(source, files.made, (), files.working_bytes), lost
 
 
-def _encoded_object(name: str, found: Composite) -> Encoded | None:
+def _describe_object(name: str, found: Composite) -> Encoded | None:
     """Describe an object of torchao that is a weight in blocks with a scale each; None where it is another object, or
     its scales are in another order.
 
@@ -174,8 +174,8 @@ def _dequantize_objects(
                     f"{argument('dequantize')}."
                 )
             chunks = Chunks(len(found.shape))
-            for row, shape, parts in _stored_parts(found):
-                file, part = f"{of} (dequantized, from row {row})", _dequantizer(ckpt, source, parts, compute)
+            for row, shape, parts in _list_stored_parts(found):
+                file, part = f"{of} (dequantized, from row {row})", _make_dequantizer(ckpt, source, parts, compute)
                 start: tuple[int, ...] = (row, *(0 for _ in shape[1:]))
                 chunks.add(start[: len(shape)], shape, *files.add(file, "float32", shape, part, prod(shape), 16))
             tensors[of] = TensorEntry("float32", found.shape, found.path, chunks)
@@ -192,7 +192,7 @@ class _StoredPart(NamedTuple):
     tensors: dict[str, TensorEntry]
 
 
-def _stored_parts(found: Composite) -> list[_StoredPart]:
+def _list_stored_parts(found: Composite) -> list[_StoredPart]:
     """List the parts in which a quantised tensor is stored; the whole of it as one part where the chunks of its
     components do not belong to the same rows.
 
@@ -200,7 +200,7 @@ def _stored_parts(found: Composite) -> list[_StoredPart]:
         Unsupported: a tensor that some ranks have quantised and others not is stored in other parts.
     """
     if "parts" in found.about:
-        return _stored_parts_of_mixed(found)
+        return _list_mixed_parts(found)
     main = next(iter(found.tensors.values()))
     whole = [_StoredPart(0, found.shape, dict(found.tensors))]
     if len(main.chunks) < 2 or not found.shape:
@@ -216,7 +216,7 @@ def _stored_parts(found: Composite) -> list[_StoredPart]:
                 at = rows_inside(found.about, name, t.shape, first, rows)
             except CannotCut:
                 return whole
-            part = t if at is None else _chunk_of_rows(t, *at)
+            part = t if at is None else _find_chunk_of_rows(t, *at)
             if part is None or over or left:
                 return whole
             inside[name] = part
@@ -224,7 +224,7 @@ def _stored_parts(found: Composite) -> list[_StoredPart]:
     return out
 
 
-def _stored_parts_of_mixed(found: Composite) -> list[_StoredPart]:
+def _list_mixed_parts(found: Composite) -> list[_StoredPart]:
     """List the parts of a tensor that some ranks have quantised and others have not.
 
     Raises:
@@ -233,10 +233,10 @@ def _stored_parts_of_mixed(found: Composite) -> list[_StoredPart]:
     whole, out = without_plain_rows(found), []
     of_objects = of_plain = 0
     for first, rows, quantised in found.about["parts"]:
-        inside: dict[str, TensorEntry | None] = {PLAIN: _chunk_of_rows(found.tensors[PLAIN], of_plain, rows)}
+        inside: dict[str, TensorEntry | None] = {PLAIN: _find_chunk_of_rows(found.tensors[PLAIN], of_plain, rows)}
         if quantised:
             cuts = {n: rows_inside(whole.about, n, t.shape, of_objects, rows) for n, t in whole.tensors.items()}
-            inside = {n: t if (c := cuts[n]) is None else _chunk_of_rows(t, *c) for n, t in whole.tensors.items()}
+            inside = {n: t if (c := cuts[n]) is None else _find_chunk_of_rows(t, *c) for n, t in whole.tensors.items()}
         of_objects, of_plain = (of_objects + rows, of_plain) if quantised else (of_objects, of_plain + rows)
         parts = {n: t for n, t in inside.items() if t is not None}
         if len(parts) < len(inside):
@@ -248,7 +248,7 @@ def _stored_parts_of_mixed(found: Composite) -> list[_StoredPart]:
     return out
 
 
-def _chunk_of_rows(t: TensorEntry, first: int, rows: int) -> TensorEntry | None:
+def _find_chunk_of_rows(t: TensorEntry, first: int, rows: int) -> TensorEntry | None:
     """Return the chunk of a tensor that holds just the rows [first, first + rows), as a tensor; None where there is
     none."""
     for c in t.chunks:
@@ -258,7 +258,7 @@ def _chunk_of_rows(t: TensorEntry, first: int, rows: int) -> TensorEntry | None:
     return None
 
 
-def _dequantizer(
+def _make_dequantizer(
     ckpt: Checkpoint, source: Source, parts: Mapping[str, TensorEntry], compute: Callable[..., Array]
 ) -> Callable[[int, int], Array]:
     """Return a function that reads the tensors of one part and computes its float32 numbers, all of them at once.
