@@ -324,7 +324,7 @@ def _choose_schedule_free(opened: OpenCheckpoint, which: str) -> ChosenWeights:
         Corrupt: a z does not have the shape and the dtype of its weight.
     """
     ckpt = opened.checkpoint
-    free = find_free_parameters(ckpt, ckpt.notes)
+    free = find_free_parameters(ckpt)
     forget_optimizer(opened)
     computed, reader = ComputedFiles(ckpt), BoxReader(ckpt, opened.source)
     tensors: dict[str, TensorEntry] = {}

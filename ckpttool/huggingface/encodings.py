@@ -44,6 +44,7 @@ from ..storage.source import Source
 from . import Config
 
 __all__ = [
+    "OF_ACTIVATIONS",
     "OWN_CONFIGS",
     "Encoded",
     "Encodings",
@@ -92,6 +93,15 @@ _PAIRS = (
     _Pair(".absmax", "", _CODES | FLOATING, sure=False),
 )
 _SCALES = tuple(pair.scale for pair in _PAIRS)
+#: What inputs and outputs of a layer are quantised with, which a plain weight has no use for.
+OF_ACTIVATIONS = (
+    "input_scale",
+    "input_zero_point",
+    "input_global_scale",
+    "output_scale",
+    "output_zero_point",
+    "activation_scale",
+)
 #: What else belongs to codes: after the name of the weight, and in its module.
 _WITH_WEIGHT = (
     "_scale_2",
@@ -106,20 +116,7 @@ _WITH_WEIGHT = (
     ".quant_state.bitsandbytes__nf4",
     ".quant_state.bitsandbytes__fp4",
 )
-_WITH_MODULE = (
-    "qzeros",
-    "g_idx",
-    "zero_point",
-    "weight_format",
-    "input_scale",
-    "input_zero_point",
-    "input_global_scale",
-    "output_scale",
-    "output_zero_point",
-    "activation_scale",
-    "pre_quant_scale",
-    "biases",
-)
+_WITH_MODULE = ("qzeros", "g_idx", "zero_point", "weight_format", *OF_ACTIVATIONS, "pre_quant_scale", "biases")
 #: Scales of the cache of keys and values, beside weights that may be no codes.
 _OF_CACHE = ("k_scale", "v_scale", "q_scale", "kv_scale")
 #: Methods that may stand in the config of plain weights: they quantise when a model is loaded, or make tensor

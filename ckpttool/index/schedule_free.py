@@ -8,7 +8,6 @@ Sources: schedulefree 1.4 (adamw_schedulefree.py, sgd_schedulefree.py, radam_sch
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -34,17 +33,14 @@ class FreeParameter:
     train_mode: bool
 
 
-def find_free_parameters(ckpt: Checkpoint, notes: Sequence[str] = ()) -> dict[str, FreeParameter]:
+def find_free_parameters(ckpt: Checkpoint) -> dict[str, FreeParameter]:
     """Find the parameters of a schedule-free optimizer that have a z, {FQN: parameter}.
-
-    Args:
-        notes: those of the checkpoint, which may say why there are none.
 
     Raises:
         Unsupported: the optimizer is another one, or its param groups do not say enough.
     """
     if not is_schedule_free(ckpt):
-        unnamed = next((f" {n}" for n in notes if n.startswith(KEEPS_NUMBERS)), "")
+        unnamed = next((f" {n}" for n in ckpt.notes if n.startswith(KEEPS_NUMBERS)), "")
         raise Unsupported(
             f"{argument('weights', 'schedule-free-x')}: {ckpt.root} has no state of a schedule-free optimizer under "
             f'the names of its weights: no slot is called "z".{unnamed}'

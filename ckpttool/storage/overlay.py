@@ -78,7 +78,7 @@ class ComputedSource(OverlaySource):
     ) -> None:
         super().__init__(base, *(s for s in others if s is not base))
         self.made, self.working_bytes = made, working_bytes
-        self.measured: dict[str, list[float]] = {}  # while files were computed
+        self.measured: dict[str, list[float]] = {}  # what `compute` notes of pages, for whoever made them
         self._making = threading.Lock()
         self._held: tuple[str, int, memoryview] = ("", 0, memoryview(b""))
 

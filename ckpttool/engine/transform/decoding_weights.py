@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from ...errors import CkpttoolError, Corrupt, Unsupported, argument
 from ...huggingface.decoding import FORMULAS, Rows
-from ...huggingface.encodings import Encoded, Encodings
+from ...huggingface.encodings import OF_ACTIVATIONS, Encoded, Encodings
 from ...index.checkpoint import PACKED, Checkpoint, Chunks, Extent, TensorEntry, joined, tied_weights
 from ...index.draft import Dropped
 from ..computed_files import BoxReader, ComputedFiles, cast_array
@@ -37,17 +37,6 @@ _NUMBERS = 1 << 21  # of a page
 _WORKING_BYTES = 48 << 20
 _KEPT = 16 << 20  # bytes of a box that is kept for the next page
 _FEW_BUFFERS = 8  # readers whose buffers have the memory of one
-#: Of `Encoded.parts`: what inputs and outputs of a layer are quantised with, which a plain weight has no use for.
-_OF_ACTIVATIONS = frozenset(
-    (
-        "input_scale",
-        "input_zero_point",
-        "input_global_scale",
-        "output_scale",
-        "output_zero_point",
-        "activation_scale",
-    )
-)
 
 
 def list_weight_names(codes: str, weight: Encoded) -> list[str]:
@@ -87,7 +76,7 @@ def decode_weights(
     stays = {n for codes, w in found.weights.items() if codes not in wanted for n in w.parts.values()}
     gone = {n: part for w in wanted.values() for part, n in w.parts.items() if n not in stays}
     of_cache = [] if stays else [n for n, of in found.belongs.items() if of == n and n not in found.weights]
-    lost = [n for n, part in gone.items() if part in _OF_ACTIVATIONS] + of_cache
+    lost = [n for n, part in gone.items() if part in OF_ACTIVATIONS] + of_cache
     why = "it scales activations, which the dequantised model does not quantise"
     files.working_bytes = max(files.working_bytes, _WORKING_BYTES)
     tensors: dict[str, TensorEntry] = {}
@@ -133,7 +122,7 @@ def count_parameters(opened: OpenCheckpoint, found: Encodings) -> dict[str, int 
         if shape is None:
             return dict.fromkeys(_COUNTS)
         encoded += prod(shape)
-        belongs.update(n for part, n in weight.parts.items() if part not in _OF_ACTIVATIONS)
+        belongs.update(n for part, n in weight.parts.items() if part not in OF_ACTIVATIONS)
     tied = tied_weights(model)
     once = {n: t for n, t in model.items() if n not in tied}
     plain = sum(t.numel * PACKED.get(t.dtype, 1) for n, t in once.items() if n not in found.belongs)
