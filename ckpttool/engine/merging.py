@@ -451,10 +451,9 @@ def _find_tied_groups(
         Unsupported: embeddings that the adapter changes have equal bytes, and there is no config.json.
     """
     old = base.checkpoint.tensors
-    here = {there: n for n, there in named.items()}
     groups: dict[str, list[str]] = {}
-    for other, first in tied_weights({there: old[there] for there in named.values()}).items():
-        groups.setdefault(here[first], [here[first]]).append(here[other])
+    for other, first in tied_weights({n: old[there] for n, there in named.items()}).items():
+        groups.setdefault(first, [first]).append(other)
     grouped = {n for names in groups.values() for n in names}
     alike: dict[tuple[str, tuple[int, ...]], list[str]] = {}
     for n, there in named.items():
