@@ -67,6 +67,8 @@ def render_html(report: Report) -> str:
         script=_include_file("report.js"),
         newline=_as_markup("\n"),
         title=f"{report.word}: {escape_unprintable(report.candidate.source, 80)} at step {report.candidate.start}",
+        command="resume-verify",
+        word=report.word,
         report=report,
         kind=_KINDS[report.word],
         kinds=_KINDS,

@@ -22,18 +22,24 @@ def write_comparison(found: LogitComparison, a: str, b: str, folder: str | os.Pa
     Raises:
         UsageError: a file cannot be written there. NoSpace: the disk is full.
     """
+    numbers = {
+        "KL divergence, mean": found.kl_mean,
+        "KL divergence, worst position": found.kl_max,
+        "largest logit difference": found.largest,
+        "bound": found.bound,
+    }
     page = render_page(
         "logits.html.j2",
         title=f"{found.word}: {Path(a).name} and {Path(b).name}",
+        command="compare",
+        word=found.word,
         found=found,
         a=a,
         b=b,
         kind="pass" if found.equal else "fail",
         tiles=[
-            ("KL divergence, mean", found.kl_mean),
-            ("KL divergence, worst position", found.kl_max),
-            ("largest logit difference", found.largest),
-            ("bound", found.bound),
+            *((name, f"{value:.3g}") for name, value in numbers.items() if value is not None),
+            ("top-1 agrees", "" if found.top1_equal is None else f"{found.top1_equal:,} of {found.tokens:,}"),
         ],
     )
     write_whole(Path(folder) / "report.json", printable_json(found.to_json(), default=str) + "\n")
