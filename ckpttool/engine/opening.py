@@ -403,8 +403,9 @@ def open_checkpoint(
     Raises:
         CkpttoolError: what `open` raises; the files are closed then.
     """
-    only = None if options.only is None or options.weights is not None else tuple(options.only)
-    needed = needed if options.weights is None else lambda component: component == "model"
+    if options.weights is not None:
+        return _open_weights(path, options, options.weights, model, check_hints)
+    only = None if options.only is None else tuple(options.only)
     model = model or model_of(options)
     raise_file_limit()
     where = path if isinstance(path, layouts.Place) else layouts.place(path)
@@ -465,18 +466,10 @@ def open_checkpoint(
             ckpt = _keep_components(ckpt, only)
         ckpt, unreadable = _leave_unreadable(ckpt, needed)
         check(ckpt)
-    except NotRecognised as e:
-        where.source.close()
-        inside = _find_folder_of_weights(e, options.weights)
-        if inside is None:
-            raise
-        opened = open_checkpoint(inside, replace(options, weights=None), model, check_hints, needed)
-        opened.checkpoint.notes.append(f"the weights are those of {inside}, one of the models in the folder")
-        return opened
     except BaseException:
         where.source.close()
         raise
-    opened = OpenCheckpoint(
+    return OpenCheckpoint(
         checkpoint=ckpt,
         source=where.source,
         layout=found,
@@ -488,39 +481,50 @@ def open_checkpoint(
         of_layout=of_layout,
         _record=[record],
     )
-    if options.weights is None:
+
+
+def _open_weights(
+    path: CheckpointPath, options: OpenOptions, key: str, model: layouts.ModelHints | None, check_hints: bool
+) -> OpenCheckpoint:
+    """Open a checkpoint with the set of its weights that a key names as its model, and nothing else. Of a folder that
+    is no checkpoint itself, open the one below it that has such a name, as diffusers has unet/ and unet_ema/.
+
+    Args:
+        model, check_hints: as of `open_checkpoint`.
+
+    Raises:
+        UsageError, Unsupported: there is no such set, or it is not whole.
+        CkpttoolError: the checkpoint cannot be opened.
+    """
+    from ..index.weight_sets import match_key
+    from .weights import choose_weights
+
+    whole = replace(options, weights=None, only=None)
+
+    def open_whole(place: CheckpointPath) -> OpenCheckpoint:
+        """Open a checkpoint as it was saved, without what cannot be read of all but its model."""
+        return open_checkpoint(place, whole, model, check_hints, lambda component: component == "model")
+
+    def open_beside(place: str) -> OpenCheckpoint:
+        """Open a checkpoint beside it."""
+        return open_checkpoint(place, OpenOptions(config=options.config), check_hints=False)
+
+    try:
+        opened = open_whole(path)
+    except NotRecognised as e:
+        below = e.below.checkpoints if isinstance(e.below, detection.Checkpoints) else []
+        names = {os.path.basename(found.path): found.path for found in below}
+        keys = match_key(key, names)
+        if len(keys) != 1:
+            raise
+        opened = open_whole(names[keys[0]])
+        opened.checkpoint.notes.append(f"the weights are those of {names[keys[0]]}, one of the models in the folder")
         return opened
     try:
-        return _choose_weights(opened, options, options.weights)
+        chosen = choose_weights(opened, key, open_beside)
     except BaseException:
         opened.source.close()
         raise
-
-
-def _find_folder_of_weights(e: NotRecognised, key: str | None) -> str | None:
-    """Return the path of the checkpoint that a key of weights names, below a folder that is none itself, as diffusers
-    has unet/ and unet_ema/; None where none has such a name, or several have."""
-    from ..index.weight_sets import match_key
-
-    below = e.below.checkpoints if isinstance(e.below, detection.Checkpoints) else []
-    names = {os.path.basename(found.path): found.path for found in below}
-    keys = [] if key is None else match_key(key, names)
-    return names[keys[0]] if len(keys) == 1 else None
-
-
-def _choose_weights(opened: OpenCheckpoint, options: OpenOptions, key: str) -> MergedCheckpoint:
-    """Return an open checkpoint with the set of its weights that a key names as its model, and nothing else.
-
-    Raises:
-        UsageError, Unsupported: there is none, or it is not whole.
-    """
-    from .weights import choose_weights
-
-    def open_beside(path: str) -> OpenCheckpoint:
-        """Open a checkpoint beside it."""
-        return open_checkpoint(path, OpenOptions(config=options.config), check_hints=False)
-
-    chosen = choose_weights(opened, key, open_beside)
     return MergedCheckpoint.of(
         ((chosen.whole, chosen.inputs),), chosen.checkpoint, chosen.source, chosen.kept, chosen.left_behind
     )
