@@ -12,13 +12,13 @@ from typing import Any
 from ..errors import UsageError
 from ..formats.shown_values import readable
 from ..huggingface import encodings
-from .handle import TensorHandle, make_handle
+from .handle import TensorHandle, make_handle, parse_index
 from .opening import OpenCheckpoint
 
 __all__ = ["Selection", "select_entries"]
 
 _WHOLE = 1_000  # numbers that are all printed
-_MOST = 10_000_000  # numbers that are read for an index
+_MOST = 10_000_000  # numbers, from the first to the last that an index selects
 _EDGE = 3  # of a dimension, at both ends
 
 
@@ -73,12 +73,13 @@ def select_entries(opened: OpenCheckpoint, asked: Sequence[str]) -> Iterator[Sel
     ckpt = opened.checkpoint
     config = encodings.read_quantization_config(ckpt, opened.source if opened.folder else None)
     codes = encodings.find_in_checkpoint(ckpt, config)
+    every = [*ckpt.tensors, *ckpt.values]
     for text in asked:
         name, index = text, ""
         if text not in ckpt.tensors and text not in ckpt.values and (found := re.fullmatch(r"(.+?)(\[[^\[]*\])", text)):
             name, index = found.groups()
-        every = [*ckpt.tensors, *ckpt.values]
-        names = [name] if name in every else [n for n in every if fnmatch.fnmatchcase(n, name)]
+        known = name in ckpt.tensors or name in ckpt.values
+        names = [name] if known else [n for n in every if fnmatch.fnmatchcase(n, name)]
         if not names:
             make_handle(opened, name)  # which raises an error that suggests others
         for n in names:
@@ -101,8 +102,7 @@ def _read_index(handle: TensorHandle, index: str) -> Any:
     """
     try:
         parsed = tuple(_parse_part(part.strip()) for part in index[1:-1].split(",") if part.strip()) or (...,)
-        chosen = [len(range(*p.indices(n))) for p, n in zip(parsed, handle.shape, strict=False) if isinstance(p, slice)]
-        if ... not in parsed and prod(chosen) * prod(handle.shape[len(parsed) :]) > _MOST:
+        if prod(parse_index(parsed, handle.shape, handle.name)[1]) > _MOST:
             raise UsageError(f'"{handle.name}{index}" selects more than {_MOST:,} numbers. Select fewer.')
         return handle[parsed]
     except (IndexError, ValueError) as e:
