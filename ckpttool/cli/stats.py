@@ -7,6 +7,7 @@ from typing import Annotated
 
 import typer
 
+from ..errors import UsageError, argument
 from ..options import OpenOptions
 from .help import READING, about
 from .shared_options import Workers, add_shared_options, pick_keywords
@@ -58,6 +59,10 @@ def stats(
     """Print norm, mean, spread, zeros and NaN of the tensors, folded by layer; reads every byte once."""
     from ..engine.stats import stats as compute
 
+    if exponents and not as_json:
+        raise UsageError(f"{argument('exponents', True)} adds to the JSON alone. Give --json too.")
+    if as_csv and as_json:
+        raise UsageError("--csv and --json were both given. Leave out one of them.")
     path = find_newest(path, latest, quiet or as_json)
     with Meter(quiet) as meter:
         found = compute(

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterable, Iterator
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Unpack
 
 from ..errors import UsageError, argument
@@ -23,7 +23,7 @@ from .copy.tensor_digests import reporting
 from .copy.tensor_statistics import StatisticsCounter, TensorStatistics, merge_statistics
 from .copy.value_digests import state_roots
 from .diff import stream_blocks
-from .opening import CheckpointPath, OpenCheckpoint, OpenOptions, open_checkpoint
+from .opening import CheckpointPath, OpenCheckpoint, OpenOptions, drop_other_layout, open_checkpoint
 from .workers.coordinator import digest_with_workers, workers_for_reading
 from .workers.executors import WorkersSpec
 
@@ -205,7 +205,8 @@ def stats(
     in float64 and constant memory; every byte is read.
 
     Args:
-        against: an earlier checkpoint of the same model, in any layout, to measure how far each tensor moved since.
+        against: an earlier checkpoint of the same model, in any layout, to measure how far each tensor moved since. It
+            is read with the same arguments, but as it was saved, without `weights`.
         exponents: also count the numbers of every tensor by their binary exponent.
         workers: who reads, as in `convert`; not the second pass of `against`.
         progress: called with ("stats", bytes done, bytes in all), and before with "prove" if tensors have no names
@@ -232,7 +233,8 @@ def stats(
         ]  # fmt: skip
         out = Statistics(rows, state_roots(ckpt, digests), [r.to_json() for r in ckpt.unread])
         if against is not None:
-            with open_checkpoint(against, OpenOptions(only=only), check_hints=False) as other:
+            hints = replace(drop_other_layout(against, options), weights=None)
+            with open_checkpoint(against, hints, check_hints=False) as other:
                 with reporting(progress):
                     other.locate()
                 moved = _measure_moves(opened, other, progress)
