@@ -236,7 +236,7 @@ def _prepare_for_layout(
     model: layouts.ModelHints,
     account: Account,
 ) -> _Prepared:
-    """Regroup the optimizer, if that was asked for, and keep what the layout can hold; the account is told what
+    """Regroup the optimizer, if that was asked for, and keep what the layout can hold; the account gets what
     changes.
 
     Raises:
@@ -295,8 +295,8 @@ def _prepare_for_layout(
 def _quantize_weights(
     opened: OpenCheckpoint, before: Checkpoint, config: str | None, account: Account
 ) -> OpenCheckpoint:
-    """Put codes and scales in the place of weights; the account is told, and the weights of which digests were recorded
-    are compared later.
+    """Put codes and scales in the place of weights, and note that in the account; weights of which digests were
+    recorded are compared later.
 
     Args:
         opened: the state as the layout keeps it, under the names of the Hub.
@@ -382,7 +382,7 @@ def _refuse_request(target: layouts.Layout, writing: WriteRequest) -> None:
 
 def _fill_lost(opened: OpenCheckpoint, reading: OpenOptions, account: Account) -> OpenCheckpoint:
     """Fill in what a salvaged source has lost, from the checkpoint that `reading.fill_from` names, which is set; the
-    account is told.
+    account gets that.
 
     Raises:
         Unsupported: that checkpoint is of another model, or was salvaged itself.
@@ -399,7 +399,7 @@ def _change_state(
     opened: OpenCheckpoint, writing: WriteRequest, config: str | None, account: Account, *, to_hub: bool
 ) -> OpenCheckpoint:
     """Rewrite a state as it was asked for, whatever the layout: dequantised, with canonical keys, under other names,
-    with another vocabulary size; the account is told.
+    with another vocabulary size; the account gets that.
 
     Args:
         config: folder or id of a Hugging Face model; None where none was given.

@@ -71,8 +71,8 @@ class Read(Protocol):
 class Formula(NamedTuple):
     """How the numbers of one kind of code are computed.
 
-    `compute`  returns the float32 numbers of some rows, [rows, columns], as an array of its own memory; the caller has
-               told numpy to be silent about numbers that overflow
+    `compute`  returns the float32 numbers of some rows, [rows, columns], as an array of its own memory; the caller
+               silences numpy's warnings about numbers that overflow
     `step`     rows are asked for in multiples of this, but for the last ones of a matrix
     `shape`    returns the shape of the parameter, where it takes more than shapes of tensors to know; `Encoded.shape`
                is what they tell, or None
