@@ -6,6 +6,7 @@ from __future__ import annotations
 import fnmatch
 import json
 import os
+import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from itertools import chain
@@ -678,16 +679,22 @@ def _refuse_file_names(draft: Draft) -> None:
     each value.
 
     Raises:
-        Unsupported: a name is longer than 255 bytes.
+        Unsupported: a part of a name is longer than 255 bytes, leads elsewhere, or has a null byte or half a surrogate
+            pair that is no byte of a file name (PEP 383).
     """
     for f in draft.files:
-        part = max(map(os.fsencode, f.name.split("/")), key=len)
+        parts = f.name.split("/")
+        part = max((p.encode("utf-8", "surrogatepass") for p in parts), key=len)
         if len(part) > 255:
-            raise Unsupported(
-                f"this layout would write a file with a name of {len(part):,} bytes, "
-                f"{part[:40].decode(errors='replace')}…; the limit is 255. The name is that of an entry of the state: "
-                "rename it, or write another layout."
-            )
+            problem = f"with a name of {len(part):,} bytes, {part[:40].decode(errors='replace')}…; the limit is 255"
+        elif {"", ".", ".."} & {*parts} or re.search("[\0\ud800-\udc7f\udd00-\udfff]", f.name):
+            problem = f"named {f.name[-80:]!a}, which no file can be"
+        else:
+            continue
+        raise Unsupported(
+            f"this layout would write a file {problem}. The name is that of an entry of the state: rename it, or write "
+            "another layout."
+        )
 
 
 def _refuse_dtypes(target: layouts.Layout, ckpt: Checkpoint) -> None:

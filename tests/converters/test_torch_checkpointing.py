@@ -371,3 +371,13 @@ def test_an_entry_whose_name_no_file_can_have_is_refused_and_leaves_nothing(tmp_
     with pytest.raises(Unsupported, match=r"a name of 30\d bytes, k+…; the limit is 255"):
         ckpttool.convert(tmp_path / "in.pt", tmp_path / "out", to="torch_checkpointing", world_size=1)
     assert [p.name for p in tmp_path.iterdir()] == ["in.pt"]
+
+
+@pytest.mark.parametrize("slot", ["exp_avg_sq\0", "../../exp_avg_sq"])
+def test_a_slot_whose_name_no_file_can_have_is_refused_and_leaves_nothing(slot: str, tmp_path: Path) -> None:
+    state = {"w": {"step": torch.tensor(1.0), "exp_avg": torch.ones(2), slot: torch.ones(2)}}
+    group = {"lr": 0.1, "betas": (0.9, 0.99), "eps": 1e-8, "weight_decay": 0.0, "params": ["w"]}
+    torch.save({"model": {"w": torch.ones(2)}, "optim": {"state": state, "param_groups": [group]}}, tmp_path / "in.pt")
+    with pytest.raises(Unsupported, match="which no file can be"):
+        ckpttool.convert(tmp_path / "in.pt", tmp_path / "out", to="universal")
+    assert [p.name for p in tmp_path.iterdir()] == ["in.pt"]
