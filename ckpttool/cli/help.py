@@ -16,10 +16,19 @@ from typer.core import TyperCommand, TyperGroup
 
 from ..errors import EXIT_CODES
 
-__all__ = ["READING", "WRITING", "About", "App", "Command", "about", "get_about", "keep_what_runs"]
+__all__ = ["GROUPS", "READING", "WRITING", "About", "App", "Command", "about", "get_about", "keep_what_runs"]
 
 #: Exit codes of every command that reads a checkpoint.
 READING = (0, 1, 2, 3, 4, 7, 8, 9, 14, 130)
+
+#: {a heading of `ckpttool --help`: the commands below it, in order}.
+GROUPS: dict[str, tuple[str, ...]] = {
+    "Look": ("inspect", "show", "stats", "ls", "diff", "explain"),
+    "Convert": ("convert", "apply", "average", "adapter", "layouts", "maps"),
+    "Prove": ("verify", "doctor", "digest", "compare", "resume-verify", "watch"),
+    "Keep": ("audit", "prune", "clean"),
+    "Publish": ("push", "pull"),
+}
 
 #: Prefix of the titles of panels with layout options, which come last.
 WRITING = "Writing "
@@ -127,15 +136,18 @@ class _Group(TyperGroup):
         super().format_help(ctx, formatter)
 
     def format_options(self, ctx: Any, formatter: Any) -> None:
-        """Write the options in sections, then the commands."""
+        """Write the options in sections, then the commands, in groups."""
         _write_sections(self, ctx, formatter)
-        rows = [
-            (name, (found.help or "").partition("\n\n")[0].replace("\n", " "))
+        rows = {
+            name: (found.help or "").partition("\n\n")[0].replace("\n", " ")
             for name in self.list_commands(ctx)
             if (found := self.get_command(ctx, name)) is not None and not found.hidden
-        ]
-        with formatter.section("Commands"):
-            formatter.write_dl(rows)
+        }
+        width = max(map(len, rows))
+        for title, names in {**(GROUPS if ctx.parent is None else {}), "Commands": tuple(rows)}.items():
+            if here := [(f"{name:{width}s}", rows.pop(name)) for name in names if name in rows]:
+                with formatter.section(title):
+                    formatter.write_dl(here)
 
     def format_epilog(self, ctx: Any, formatter: Any) -> None:
         """Write examples and exit codes."""

@@ -13,7 +13,7 @@ import pytest
 import typer
 from commands import ckpttool_here
 
-from ckpttool.cli.help import get_about
+from ckpttool.cli.help import GROUPS, get_about
 from ckpttool.cli.main import app
 from ckpttool.errors import EXIT_CODES
 from ckpttool.layouts import layouts
@@ -53,6 +53,19 @@ def test_the_help_of_a_command_shows_its_examples_and_its_exit_codes(name: str) 
     shown = dict(re.findall(r"^  (\d+) +(.+)$", text.partition("\nExit codes:\n")[2], re.MULTILINE))
     assert {int(code) for code in shown} == set(said.exits) <= {code for code, _ in EXIT_CODES}
     assert {0, 1, 2} <= set(said.exits)
+
+
+def test_every_command_is_in_one_group_of_the_help() -> None:
+    listed = [name for names in GROUPS.values() for name in names]
+    assert len(listed) == len(set(listed)) and set(PROGRAM.commands) <= set(listed)
+    text = ckpttool_here("--help").stdout
+    shown = re.findall(
+        r"^(?:([A-Z]\w+):|  ([a-z-]+)  +[A-Z].*)$",
+        text.partition("\nLook:")[2].partition("\nExamples:")[0],
+        re.MULTILINE,
+    )
+    assert [name for _, name in shown if name] == [name for name in listed if name in PROGRAM.commands]
+    assert [group for group, _ in shown if group] == list(GROUPS)[1:]
 
 
 def test_exit_codes_that_a_command_is_known_to_end_with_are_in_its_help() -> None:
