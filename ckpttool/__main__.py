@@ -24,8 +24,9 @@ def _stop(signum: int, frame: Any) -> NoReturn:
     """End the process at once with exit code 130, and say so; a handler of signals."""
     text = "interrupted; nothing was changed."
     if "--json" in sys.argv:
-        os.write(1, f'{{"error": {{"kind": "Interrupted", "exit_code": 130, "message": "{text}"}}}}\n'.encode())
-    os.write(2, f"error: {text}\n".encode())
+        about = '"code": "CKPT9900", "kind": "Interrupted", "exit_code": 130'
+        os.write(1, f'{{"error": {{{about}, "message": "{text}"}}}}\n'.encode())
+    os.write(2, f"error: {text}\nmore: ckpttool explain CKPT9900\n".encode())
     os._exit(130)
 
 

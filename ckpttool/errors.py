@@ -27,6 +27,9 @@ other error it is kept, and the same command continues from there.
 
 A message says what was found, why that stops us and what to do, with file, tensor and numbers. It names an option as
 the caller knows it: `argument("world_size", 0)` is `world_size=0` in Python, and `--world-size 0` on the command line.
+
+Every error has a code (`codes.py`), which `ckpttool explain` explains: that of the place that raises it (`code=`), or
+the one of its class.
 """
 
 from __future__ import annotations
@@ -34,8 +37,12 @@ from __future__ import annotations
 import errno
 from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager
+from typing import TYPE_CHECKING
 
 from .printable import printable, printable_lines
+
+if TYPE_CHECKING:
+    from .codes import Code
 
 __all__ = [
     "EXIT_CODES",
@@ -63,7 +70,6 @@ __all__ = [
     "argument",
     "get_change",
     "get_named_flags",
-    "kind_of",
     "kind_of_failure",
     "name_flags",
     "note_change",
@@ -74,7 +80,7 @@ class CkpttoolError(Exception):
     """Anything ckpttool refuses or fails to do.
 
     `keeps_work`: whether what a run has written so far can still become the destination, so that the next run
-    continues.
+    continues. `code`: that of its cause, "CKPT0412".
 
     Its text is safe to print, whatever names are in it: one line, with escapes for what does not print (`args[0]` has
     it as it was made). `listing` are lines of ours below it.
@@ -82,10 +88,17 @@ class CkpttoolError(Exception):
 
     exit_code = 1
     keeps_work = True
+    code: Code = "CKPT0100"
 
-    def __init__(self, *text: object, listing: str = "") -> None:
+    def __init__(self, *text: object, listing: str = "", code: Code | None = None) -> None:
         super().__init__(*text)
         self.listing = listing
+        self.code = code or self.code
+
+    @property
+    def kind(self) -> str:
+        """Return the name of its class, or of the nearest class above it that this module defines."""
+        return next(c.__name__ for c in type(self).__mro__ if c.__name__ in __all__)
 
     def __str__(self) -> str:
         return printable(super().__str__()) + (f"\n{printable_lines(self.listing)}" if self.listing else "")
@@ -99,11 +112,14 @@ class UsageError(CkpttoolError, ValueError):
     """The command line or an argument makes no sense; also a ValueError."""
 
     exit_code = 2
+    code: Code = "CKPT0200"
     keeps_work = False
 
 
 class MissingPackage(UsageError):
     """A package that only some installs have is needed; the message has the command that installs it."""
+
+    code: Code = "CKPT0210"
 
 
 class NotRecognised(CkpttoolError):
@@ -113,6 +129,7 @@ class NotRecognised(CkpttoolError):
     """
 
     exit_code = 3
+    code: Code = "CKPT0300"
     keeps_work = False
     below: object = None
 
@@ -121,6 +138,7 @@ class Unsupported(CkpttoolError):
     """The layout is known, but it cannot do what was asked."""
 
     exit_code = 3
+    code: Code = "CKPT0300"
     keeps_work = False
 
 
@@ -128,33 +146,41 @@ class DoesNotFit(Unsupported):
     """A live job has other names, shapes or another kind of optimizer than the checkpoint."""
 
     exit_code = 12
+    code: Code = "CKPT1200"
 
 
 class Corrupt(CkpttoolError):
     """The checkpoint is incomplete, inconsistent or damaged."""
 
     exit_code = 4
+    code: Code = "CKPT0400"
     keeps_work = False
 
 
 class IncompleteWeights(Corrupt):
     """Weights end before they should, and nothing in their own files shows it: they must not be read alone either."""
 
+    code: Code = "CKPT0423"
+
 
 class SourceChanged(Corrupt):
     """A source file was written to while it was read."""
+
+    code: Code = "CKPT0422"
 
 
 class Unreadable(Corrupt):
     """The system failed to read a file (EIO, a stale handle); it may succeed next time."""
 
     keeps_work = True
+    code: Code = "CKPT0424"
 
 
 class Differs(CkpttoolError):
     """Two checkpoints, or a checkpoint and its recorded digest, are not equal."""
 
     exit_code = 5
+    code: Code = "CKPT0500"
     keeps_work = False
 
 
@@ -162,16 +188,20 @@ class DestinationExists(CkpttoolError):
     """Something is at the destination already."""
 
     exit_code = 6
+    code: Code = "CKPT0600"
 
 
 class Locked(DestinationExists):
     """Another run is writing to the destination."""
+
+    code: Code = "CKPT0604"
 
 
 class Unsafe(CkpttoolError):
     """Content that would run code, or that different readers would read differently."""
 
     exit_code = 7
+    code: Code = "CKPT0700"
     keeps_work = False
 
 
@@ -179,24 +209,28 @@ class NoSpace(CkpttoolError):
     """Not enough memory or disk."""
 
     exit_code = 8
+    code: Code = "CKPT0800"
 
 
 class RemoteError(CkpttoolError):
     """A remote store, or its authentication, failed."""
 
     exit_code = 9
+    code: Code = "CKPT0900"
 
 
 class ContinuityFailed(CkpttoolError):
     """Training does not go on as before."""
 
     exit_code = 10
+    code: Code = "CKPT1000"
 
 
 class GateFailed(CkpttoolError):
     """A threshold given by the user was not met."""
 
     exit_code = 11
+    code: Code = "CKPT1100"
 
 
 class RankLost(CkpttoolError):
@@ -204,18 +238,21 @@ class RankLost(CkpttoolError):
     again."""
 
     exit_code = 13
+    code: Code = "CKPT1300"
 
 
 class NotPermitted(CkpttoolError):
     """The system does not let this user read or write there. It says nothing about the checkpoint."""
 
     exit_code = 14
+    code: Code = "CKPT1400"
 
 
 class Interrupted(CkpttoolError):
     """Stopped by a signal; the next run continues."""
 
     exit_code = 130
+    code: Code = "CKPT9900"
 
 
 #: (code, meaning): the table of the README, and of `ckpttool --help`.
@@ -237,11 +274,6 @@ EXIT_CODES: tuple[tuple[int, str], ...] = (
     (14, "permission denied"),
     (130, "interrupted (resumable)"),
 )
-
-
-def kind_of(e: CkpttoolError) -> str:
-    """Return the name of an error's class, or of the nearest class above it that this module defines."""
-    return next(c.__name__ for c in type(e).__mro__ if c.__name__ in __all__)
 
 
 def kind_of_failure(e: OSError, otherwise: type[CkpttoolError] = CkpttoolError) -> type[CkpttoolError]:

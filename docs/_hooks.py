@@ -6,6 +6,7 @@
 <!-- layouts -->                  every installed layout and what it holds
 <!-- rows: resumed -->            a table of TABLES, whose rows stand with the layouts and trainers (`Program.rows`)
 <!-- modules -->                  every module, with the first sentence of its docstring
+<!-- codes -->                    every code of an error, from ckpttool/codes.toml
 <!-- findings -->                 every kind of finding of `doctor`, and whether it takes --read-data
 """
 
@@ -22,6 +23,7 @@ from mkdocs.plugins import event_priority
 
 import ckpttool
 from ckpttool.cli.main import app
+from ckpttool.codes import load_codes
 from ckpttool.engine.doctor.checks import kinds_from_data, load_checks
 from ckpttool.engine.doctor.findings import KINDS, ordered_kinds
 from ckpttool.errors import EXIT_CODES
@@ -91,6 +93,19 @@ def options_table(command: str) -> str:
 def exit_codes_table() -> str:
     """The table of exit codes."""
     return "\n".join(["| code | meaning |", "|---|---|", *(f"| {code} | {meaning} |" for code, meaning in EXIT_CODES)])
+
+
+def codes_sections() -> str:
+    """Every code of an error with its entry; the general one of each exit code, as a heading, begins the others."""
+    out, meanings = [], {f"{min(code, 99):02d}": (code, text) for code, text in EXIT_CODES}
+    for code, e in load_codes().items():
+        exit_code, meaning = meanings[code[4:6]]
+        if code.endswith("00"):
+            out.append(f"## Exit code {exit_code}: {meaning}")
+        out += [f"### {code}: {e['title']} {{#{code.lower()}}}", e["means"], f"*Why it stops us.* {e['why']}"]
+        out += [f"*What to do.* {e['do']}", "```sh\n" + "\n".join(e["commands"]) + "\n```"]
+        out += [f"```text\nerror: {e['message']}\n```"] if "message" in e else []
+    return "\n\n".join(out)
 
 
 def causes_table() -> str:
@@ -173,6 +188,7 @@ def on_page_markdown(markdown: str, **_: Any) -> str:
         "<!-- layouts -->": layouts_table,
         "<!-- modules -->": modules_table,
         "<!-- findings -->": findings_table,
+        "<!-- codes -->": codes_sections,
     }
     for mark, make in made.items():
         markdown = markdown.replace(mark, make()) if mark in markdown else markdown

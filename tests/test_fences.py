@@ -46,6 +46,7 @@ OUTSIDE: dict[str, set[str]] = {
     "cli.diff": {"typer"},
     "cli.digest": {"typer"},
     "cli.doctor": {"typer"},
+    "cli.explain": {"typer"},
     "cli.help": {"typer"},
     "cli.inspect": {"typer"},
     "cli.layout_options": {"typer"},

@@ -14,6 +14,8 @@ with ckpttool.open("a", source_layout="dcp") as opened:
 if ckpttool.diff("a", "b", rtol=1e-5):
     print(ckpttool.inspect("b").step)
 
+print(ckpttool.CkpttoolError("a", code="CKPT0412").code)
+ckpttool.CkpttoolError("a", code="CKPT4711")  # type: ignore[arg-type]
 ckpttool.convert("a", "b", to="zero3", world_sze=4)  # type: ignore[call-arg]
 print(done.verifyed)  # type: ignore[attr-defined]
 ckpttool.diff("a", "b", rtoll=1e-5)  # type: ignore[call-arg]

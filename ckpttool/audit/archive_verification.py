@@ -59,11 +59,12 @@ class ArchiveVerdict:
     workers: dict[str, Any] | None = None
 
     def to_json(self) -> dict[str, Any]:
-        """Return the fields as plain data, with "sound" (bool) and, if it is false, "error": {"kind", "exit_code",
-        "message"}."""
+        """Return the fields as plain data, with "sound" (bool) and, if it is false, "error", as in JSON of the command
+        line."""
         out = {"sound": not self.findings, **asdict(self)}
         if self.findings:
-            out["error"] = {"kind": Corrupt.__name__, "exit_code": Corrupt.exit_code, "message": self.describe_damage()}
+            e = Corrupt(self.describe_damage(), code="CKPT0425")
+            out["error"] = {"code": e.code, "kind": e.kind, "exit_code": e.exit_code, "message": str(e)}
         return out
 
     def describe_damage(self) -> str:

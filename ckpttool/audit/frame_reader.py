@@ -24,6 +24,8 @@ __all__ = ["DamagedFrame", "FrameReader"]
 class DamagedFrame(Corrupt):
     """A frame that is damaged: `length` bytes of the tar from `start` on."""
 
+    code = "CKPT0425"
+
     def __init__(self, message: str, start: int, length: int) -> None:
         super().__init__(message)
         self.start, self.length = start, length

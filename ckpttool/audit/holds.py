@@ -77,7 +77,8 @@ def hold(archive: str, reason: str) -> ledger.LedgerEntry:
         except CkpttoolError as e:
             raise type(e)(
                 f"{e} {name} is held by line {entry['seq']} of the ledger, but the hold would be lost with the ledger. "
-                "Run the same command again to write both."
+                "Run the same command again to write both.",
+                code=e.code,
             ) from e
         return entry
 

@@ -57,6 +57,7 @@ _COMMANDS: dict[str, type[Command] | None] = {
     "audit": None,
     "layouts": Command,
     "maps": Command,
+    "explain": Command,
 }
 
 
@@ -382,12 +383,13 @@ def _print_and_exit(e: CkpttoolError) -> NoReturn:
     """Print an error on stderr, with --json also on stdout, and exit with its code."""
     if "--json" in sys.argv:
         with suppress(OutputLost):
-            print_json({"error": {"kind": type(e).__name__, "exit_code": e.exit_code, "message": str(e)}})
+            print_json({"error": {"code": e.code, "kind": e.kind, "exit_code": e.exit_code, "message": str(e)}})
             sys.stdout.flush()
     for line in f"error: {e}".split("\n"):  # an error of several lines is a list of ours
         note(line)
     for text in getattr(e, "__notes__", ()):
         note(f"note: {text}")
+    note(f"more: ckpttool explain {e.code}")
     _exit(e.exit_code)
 
 

@@ -88,9 +88,13 @@ _RUN = 256  # bytes of them from which on the C unpickler is faster
 class _TooDeep(Unsafe):
     """Something is nested deeper than `MAX_DEPTH`."""
 
+    code = "CKPT0704"
+
 
 class Truncated(Corrupt):
     """The bytes end before the pickle does."""
+
+    code = "CKPT0403"
 
 
 class Global(NamedTuple):

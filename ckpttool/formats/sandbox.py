@@ -10,8 +10,12 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from typing import TYPE_CHECKING, cast
 
 from ..errors import CkpttoolError, Corrupt, Unsafe
+
+if TYPE_CHECKING:
+    from ..codes import Code
 
 __all__ = ["run_in_child"]
 
@@ -31,7 +35,7 @@ import gc; gc.disable()
 try:
     out = getattr(import_module(module), name)(sys.argv[2])
 except CkpttoolError as e:
-    sys.stderr.write(str(e)); sys.stderr.flush(); sys.exit(100 + e.exit_code)
+    sys.stderr.write(f"{e.code} {e}"); sys.stderr.flush(); sys.exit(100 + e.exit_code)
 except MemoryError:
     sys.stderr.write("not enough memory"); sys.exit(120)
 except Exception as e:
@@ -81,5 +85,6 @@ def run_in_child(function: str, argument: str, work_bytes: int, text: bytes = b"
     kinds: list[type[CkpttoolError]] = [Unsafe, Corrupt, *CkpttoolError.__subclasses__()]
     for kind in kinds:
         if kind.exit_code == done.returncode - 100:
-            raise kind(f"{argument[:200]}: {message}")
+            code, _, said = message.partition(" ")
+            raise kind(f"{argument[:200]}: {said}", code=cast("Code", code))
     raise Corrupt(f"{argument[:200]}: {message[-2000:] or 'the reader failed'}")

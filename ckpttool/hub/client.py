@@ -47,13 +47,19 @@ _OTHER_KINDS = ("datasets", "spaces", "buckets", "kernels", "models")
 class CommitConflict(RemoteError):
     """Somebody else committed first."""
 
+    code = "CKPT0908"
+
 
 class TransientError(RemoteError):
     """An error that may be temporary, but persisted through all retries."""
 
+    code = "CKPT0901"
+
 
 class RejectedError(RemoteError):
     """The Hub rejects the request itself, whoever sends it."""
+
+    code = "CKPT0905"
 
 
 class RemoteFile(NamedTuple):

@@ -76,6 +76,8 @@ class KnownModel(NamedTuple):
 class UnnamedOptimizer(Unsupported):
     """An optimizer numbers its parameters, and nothing tells with certainty which is which."""
 
+    code = "CKPT0308"
+
 
 def _are_groups(x: object) -> bool:
     """Whether `x` is a list of param groups whose keys are all strings; any other list stays a value, since names would

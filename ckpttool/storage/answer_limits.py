@@ -74,6 +74,8 @@ LIMITS = Limits()
 class Stalled(RemoteError):
     """A server makes no progress with its answer."""
 
+    code = "CKPT0901"
+
 
 class RequestBudget:
     """How much may be read, and how long waited, for one question to the server of `url`.

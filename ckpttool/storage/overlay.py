@@ -238,6 +238,7 @@ def add_siblings(source: Source, names: Iterable[str]) -> Source:
 class LostBytes(Corrupt):
     """Bytes of a damaged file are not there; all before `present` are."""
 
+    code = "CKPT0403"
     present = 0
 
 

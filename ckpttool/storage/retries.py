@@ -72,9 +72,13 @@ _CONFLICT = {"PreconditionFailed", "ConditionalRequestConflict"}
 class NotFound(RemoteError):
     """The store has no such object."""
 
+    code = "CKPT0904"
+
 
 class ConditionFailed(RemoteError):
     """The object is not in the state that a conditional request expects."""
+
+    code = "CKPT0908"
 
 
 class BadRange(RemoteError):
@@ -83,6 +87,8 @@ class BadRange(RemoteError):
 
 class Denied(RemoteError):
     """The store does not allow it."""
+
+    code = "CKPT0903"
 
 
 def with_retries(url: str, call: Callable[[], T], *, writes: bool = False) -> T:

@@ -37,6 +37,8 @@ _CRC = struct.Struct("<I")
 class SubclassFound(Unsupported):
     """An item is an object of a tensor subclass."""
 
+    code = "CKPT0319"
+
 
 class Template(NamedTuple):
     """An item that was parsed, but for its payload: what all others of its kind have, byte for byte.

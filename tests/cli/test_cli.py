@@ -249,7 +249,9 @@ def test_3_is_what_no_layout_knows_with_what_each_looked_for_and_what_lies_below
     assert "step 3  step-3  dcp" in said and f"The newest complete one is {tmp_path / 'runs' / 'step-3'}" in said
     (tmp_path / "x.txt").write_text("x")
     assert "neither a zip nor a legacy torch.save file" in fails(3, "inspect", tmp_path / "x.txt")
-    assert fails(3, "inspect", tmp_path / "nowhere").endswith("no such file or folder.\n")
+    assert "nowhere: no such file or folder.\nmore: ckpttool explain CKPT03" in fails(
+        3, "inspect", tmp_path / "nowhere"
+    )
     assert f"Did you mean {tmp_path / 'runs'}?" in fails(3, "inspect", tmp_path / "rums")
     (tmp_path / "link").symlink_to("/nonexistent")
     assert "It is a link to /nonexistent, where nothing is" in fails(3, "inspect", tmp_path / "link")

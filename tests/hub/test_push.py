@@ -626,7 +626,9 @@ def test_no_hub_at_all(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_command_that_is_refused_says_one_line(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HF_TOKEN", "hf_WrongWrongWrongWrongWrong0123456")
     done = command("push", DCP, URL, "--config", CONFIG)
-    assert done.returncode == 9 and done.stderr.startswith("error: hf://org/name: ") and done.stderr.count("\n") == 1
+    error, more = done.stderr.splitlines()
+    assert done.returncode == 9 and error.startswith("error: hf://org/name: ")
+    assert more.startswith("more: ckpttool explain CKPT09")
     assert "hf_Wrong" not in done.stderr and "Traceback" not in done.stderr
 
 

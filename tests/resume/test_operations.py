@@ -140,7 +140,8 @@ def test_the_rank_that_failed_is_named_with_what_ended_it(job: str, begin: Calla
     command = begin(job)
     code, text = OUTCOMES[job]
     assert command.ended() == code, command.said()
-    error = command.said().splitlines()[-1]
+    error, more = command.said().splitlines()[-2:]
+    assert more.startswith("more: ckpttool explain CKPT")
     assert text in error and "\\n" not in error, command.said()
     assert none_left(command.folder)
     kept = re.search(r"The log is (\S+)\.$", error)
@@ -205,7 +206,9 @@ def test_a_signal_ends_every_rank_also_a_stopped_one(name: str, state: str, begi
     os.kill(command.pid, getattr(signal, name))
     assert command.ended() == 130, command.said()
     assert time.monotonic() - began < 5
-    assert command.said().splitlines()[-1] == "error: stopped; nothing was written to the checkpoint."
+    assert command.said().splitlines()[-2:] == [
+        "error: stopped; nothing was written to the checkpoint.", "more: ckpttool explain CKPT9900"
+    ]  # fmt: skip
     assert none_left(command.folder) and not command.left()
 
 

@@ -151,7 +151,9 @@ def detect(where: Place) -> Layout:
             c.step is None and c.epoch is None for c in found.checkpoints
         ):  # no run: what was looked for matters too
             error = NotRecognised(
-                *e.args, listing=f"{e.listing}\n{_count(found)} below it; give the path of one:\n{found}"
+                *e.args,
+                listing=f"{e.listing}\n{_count(found)} below it; give the path of one:\n{found}",
+                code=e.code,
             )
         else:
             answer = found.newest

@@ -9,7 +9,7 @@
     {"digest": {"open": {"path", "options", "index"}, "first", "stop", "statistics", "threads", "buffer_bytes"}}
     {"digests", "seen"}, where asked for also {"statistics"}
 
-    {"error": {"kind", "message", "notes"}}
+    {"error": {"kind", "code", "message", "notes"}}
 
 A worker plans, or opens, for itself from what is the same in all requests, and refuses if its plan or its index is
 another one: another version, or other files.
@@ -117,7 +117,7 @@ def index_id(ckpt: Checkpoint, source: Source) -> str:
 def encode_error(e: CkpttoolError) -> str:
     """Encode an error as an answer of a worker, a JSON text that `parse_answer` raises again."""
     notes = list(getattr(e, "__notes__", ()))
-    return json.dumps({"error": {"kind": errors.kind_of(e), "message": str(e), "notes": notes}})
+    return json.dumps({"error": {"kind": e.kind, "code": e.code, "message": str(e), "notes": notes}})
 
 
 def parse_answer(text: str) -> Json:
@@ -130,7 +130,7 @@ def parse_answer(text: str) -> Json:
     if "error" in found:
         said = found["error"]
         kind = getattr(errors, said["kind"], CkpttoolError) if said["kind"] in errors.__all__ else CkpttoolError
-        e: CkpttoolError = kind(said["message"])
+        e: CkpttoolError = kind(said["message"], code=said.get("code"))
         for note in said["notes"]:
             e.add_note(note)
         raise e

@@ -264,7 +264,7 @@ def raise_rank_error(folder: str, statuses: Mapping[int, int]) -> None:
     text = first["text"] if first["kind"] == "NotRecognised" else " ".join(first["text"].split())
     if first["known"]:
         kinds = {c: getattr(errors, c) for c in errors.__all__ if c != "EXIT_CODES"}
-        raise kinds.get(first["kind"], CkpttoolError)(text)
+        raise kinds.get(first["kind"], CkpttoolError)(text, code=first["code"])
     full = "\n".join(f"rank {error['rank']}:\n{error['traceback']}" for error in found)
     raise _attach_log(CkpttoolError(f"rank {first['rank']} failed: {first['kind']}: {text.rstrip('.')}."), folder, full)
 
@@ -306,7 +306,7 @@ def _attach_log(e: CkpttoolError, folder: str, more: str = "") -> CkpttoolError:
             with suppress(OSError), open(os.path.join(folder, f"stack-{rank}"), encoding="utf-8") as stack:
                 f.write("\n" + stack.read())
         f.write(f"\n{more}\n")
-    out = type(e)(f"{e} The log is {kept}.")
+    out = type(e)(f"{e} The log is {kept}.", code=e.code)
     for note in getattr(e, "__notes__", ()):
         out.add_note(note)
     return out

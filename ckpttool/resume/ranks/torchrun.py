@@ -312,5 +312,6 @@ class _BeatObserver:
         print(f"error: rank {self.rank} of {self.world} says: {e}", file=sys.stderr)  # noqa: T201
         for note in getattr(e, "__notes__", ()):
             print(f"note: {note}", file=sys.stderr)  # noqa: T201
+        print(f"more: ckpttool explain {e.code}", file=sys.stderr)  # noqa: T201
         sys.stderr.flush()
         os._exit(e.exit_code)

@@ -27,7 +27,7 @@ from typing import Any, NoReturn
 
 from ...engine.opening import OpenCheckpoint
 from ...engine.workers.local_worker import die_with_parent
-from ...errors import CkpttoolError, CommandLine, DoesNotFit, kind_of, name_flags
+from ...errors import CkpttoolError, CommandLine, DoesNotFit, name_flags
 from ...index.checkpoint import Checkpoint, Value
 from ...index.fqns import split_extra_state
 from ...live.collectives import do_all_ranks_meet, gather_objects
@@ -624,7 +624,8 @@ def _leave_with_error(folder: str, rank: int, e: BaseException) -> NoReturn:
         "rank": rank,
         "known": isinstance(e, CkpttoolError),
         "lost_peer": is_lost_peer(e),
-        "kind": kind_of(e) if isinstance(e, CkpttoolError) else type(e).__name__,
+        "kind": e.kind if isinstance(e, CkpttoolError) else type(e).__name__,
+        "code": e.code if isinstance(e, CkpttoolError) else None,
         "text": str(e) or type(e).__name__,
         "time": time.time(),
         "traceback": traceback.format_exc(),
