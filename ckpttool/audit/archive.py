@@ -82,10 +82,10 @@ class Archive(Source):
         what = f"{self.root}/{plan.PROVENANCE}"
         self.provenance = provenance.decode_provenance(self.read_record(plan.PROVENANCE), what)
         if provenance.member_mtime(self.provenance) != self.mtime:
-            raise Unsafe(f"{self.root}: the time of its members is not the one in {plan.PROVENANCE}.")
+            raise Unsafe(f"{self.root}: the time of its members is not the one in {plan.PROVENANCE}.", code="CKPT0703")
         self._extra = provenance.decode_config_files(self.provenance, what)
         if both := sorted(self._extra.keys() & self._members.keys()):
-            raise Unsafe(f"{what}: a configuration file is named like the member {both[0]}.")
+            raise Unsafe(f"{what}: a configuration file is named like the member {both[0]}.", code="CKPT0703")
         self._starts = [c.offset for c in self.plan.cuts]
         self._items = [c.item for c in self.plan.cuts]
         self._reader = FrameReader(
@@ -110,31 +110,38 @@ class Archive(Source):
         self.mtime = 0
         while True:
             if at + tarball.BLOCK > total:
-                raise Corrupt(f"{self.root}: the tar has no end. The copy is incomplete.")
+                raise Corrupt(f"{self.root}: the tar has no end. The copy is incomplete.", code="CKPT0403")
             found = tarball.parse_header(self._read_content(at, tarball.BLOCK), self.root)
             if found is None:
                 break
             if not self._members:
                 self.mtime = found.mtime
             if found.mtime != self.mtime:
-                raise Unsafe(f"{self.root}: member {tarball.shorten(found.name)} has another time than the first one.")
+                raise Unsafe(
+                    f"{self.root}: member {tarball.shorten(found.name)} has another time than the first one.",
+                    code="CKPT0703",
+                )
             self._check_member_name(found.name)
             end = at + tarball.BLOCK + found.size
             if found.size > total or end > total:
                 raise Corrupt(
                     f"{self.root}: member {found.name} needs {found.size} bytes from byte {at}, but the tar ends at "
-                    f"{total}. The copy is incomplete."
+                    f"{total}. The copy is incomplete.",
+                    code="CKPT0403",
                 )
             self._members[found.name] = (at + tarball.BLOCK, found.size)
             if any(self._read_content(end, -end % tarball.BLOCK)):
-                raise Unsafe(f"{self.root}: bytes are hidden behind member {found.name}.")
+                raise Unsafe(f"{self.root}: bytes are hidden behind member {found.name}.", code="CKPT0703")
             at = end + -end % tarball.BLOCK
         if self._read_content(at, total - at, 2 * len(tarball.END)) != tarball.END:
             raise Unsafe(
-                f"{self.root}: {total - at} bytes follow the last member of the tar; its end takes {len(tarball.END)}."
+                f"{self.root}: {total - at} bytes follow the last member of the tar; its end takes {len(tarball.END)}.",
+                code="CKPT0703",
             )
         if missing := sorted(_NEEDED - set(self._members)):
-            raise Corrupt(f"{self.root} has no {missing[0]}. It is not an archive of ckpttool, or a damaged one.")
+            raise Corrupt(
+                f"{self.root} has no {missing[0]}. It is not an archive of ckpttool, or a damaged one.", code="CKPT0425"
+            )
 
     def _check_member_name(self, name: str) -> None:
         """Raise Unsafe unless a member of this name may follow those that were found so far."""
@@ -142,7 +149,10 @@ class Archive(Source):
         before = next(reversed(self._members), None)
         data = len(self._members) - 1 if before and before.startswith("tensors-") else 0
         if name in self._members:
-            raise Unsafe(f"{self.root}: member {tarball.shorten(name)} is there twice; readers differ on which counts.")
+            raise Unsafe(
+                f"{self.root}: member {tarball.shorten(name)} is there twice; readers differ on which counts.",
+                code="CKPT0703",
+            )
         if before is None:
             fits = name == plan.README
         elif name == f"tensors-{data + 1:05d}.safetensors":
@@ -153,7 +163,8 @@ class Archive(Source):
         if not fits:
             raise Unsafe(
                 f"{self.root}: member {tarball.shorten(name)} does not belong there: it cannot follow "
-                f"{before or 'the beginning'}."
+                f"{before or 'the beginning'}.",
+                code="CKPT0703",
             )
 
     def _read_content(self, at: int, length: int, most: int = FRAME) -> bytes:
@@ -180,21 +191,29 @@ class Archive(Source):
         if want != have:
             odd = sorted(n for n in want.keys() | have.keys() if want.get(n) != have.get(n))[0]
             raise Corrupt(
-                f"{self.root}: member {odd} is at {have.get(odd)}, but the manifest puts it at {want.get(odd)}."
+                f"{self.root}: member {odd} is at {have.get(odd)}, but the manifest puts it at {want.get(odd)}.",
+                code="CKPT0425",
             )
         if len(head) > _MOST_README:
-            raise Unsafe(f"{self.root}: {plan.README} has {len(head)} bytes; such a text has at most {_MOST_README}.")
+            raise Unsafe(
+                f"{self.root}: {plan.README} has {len(head)} bytes; such a text has at most {_MOST_README}.",
+                code="CKPT0704",
+            )
         for name, text in self.plan.headers.items():
             start, size = self._members[name]
             if size < len(text) or self._read_long(start, len(text)) != text:
                 raise Corrupt(
-                    f"{self.root}/{name}: its safetensors header is not the one that follows from the manifest."
+                    f"{self.root}/{name}: its safetensors header is not the one that follows from the manifest.",
+                    code="CKPT0425",
                 )
         self._check_frames()
         listed = [n for n in self._members if n not in (plan.SUMS, plan.SIGNATURE)]
         if list(self.sums) != listed:
             odd = sorted(set(self.sums) ^ set(listed) or set(listed))[0]
-            raise Corrupt(f"{self.root}: {plan.SUMS} and the members do not agree, first on {tarball.shorten(odd)}.")
+            raise Corrupt(
+                f"{self.root}: {plan.SUMS} and the members do not agree, first on {tarball.shorten(odd)}.",
+                code="CKPT0425",
+            )
         data = [n for n in listed if n not in (plan.MANIFEST, plan.PROVENANCE, plan.RETENTION)]
         listed_hashes = {n: (self._members[n][1], self.sums[n]) for n in data}
         if listed_hashes != self.manifest.hashes:
@@ -203,13 +222,19 @@ class Archive(Source):
                 for n in listed_hashes.keys() | self.manifest.hashes.keys()
                 if listed_hashes.get(n) != self.manifest.hashes.get(n)
             )[0]
-            raise Corrupt(f"{self.root}: the manifest and {plan.SUMS} do not agree on member {tarball.shorten(odd)}.")
+            raise Corrupt(
+                f"{self.root}: the manifest and {plan.SUMS} do not agree on member {tarball.shorten(odd)}.",
+                code="CKPT0425",
+            )
         for name in listed:
             if name.startswith("tensors-"):
                 continue
             found = self.manifest_sha256 if name == plan.MANIFEST else records.sha256_hex(self.read_record(name))
             if found != self.sums[name]:
-                raise Corrupt(f"{self.root}/{name} does not have the SHA-256 that {plan.SUMS} says. It was altered.")
+                raise Corrupt(
+                    f"{self.root}/{name} does not have the SHA-256 that {plan.SUMS} says. It was altered.",
+                    code="CKPT0425",
+                )
 
     def _read_long(self, at: int, length: int) -> bytes:
         """Return `length` bytes of the tar from offset `at` on, read frame by frame."""
@@ -226,7 +251,8 @@ class Archive(Source):
             k = next((i for i, (a, b) in enumerate(zip(want, have, strict=False)) if a != b), min(len(want), len(have)))
             raise Corrupt(
                 f"{self.root}: frame {k} of {len(have)} does not begin where the manifest has one begin ({len(want)} "
-                "in all). It was not written by ckpttool, or was assembled from parts."
+                "in all). It was not written by ckpttool, or was assembled from parts.",
+                code="CKPT0425",
             )
 
     def read_record(self, name: str) -> bytes:
@@ -239,7 +265,8 @@ class Archive(Source):
         if self.size(name) > most:
             raise Unsafe(
                 f"{self.root}: {name} has {self.size(name)} bytes in an archive of {self.base.size(self.file)}; at "
-                f"most {most} are read."
+                f"most {most} are read.",
+                code="CKPT0704",
             )
         return self.read(name, 0, self.size(name))
 
@@ -267,7 +294,7 @@ class Archive(Source):
         if name in self._extra:
             return len(self._extra[name])
         if name not in self._members:
-            raise Corrupt(f"{self.root} has no member {tarball.shorten(name)}.")
+            raise Corrupt(f"{self.root} has no member {tarball.shorten(name)}.", code="CKPT0425")
         return self._members[name][1]
 
     def readinto(self, name: str, offset: int, into: memoryview) -> None:
@@ -278,7 +305,10 @@ class Archive(Source):
             Corrupt: there is no such member, it ends before that, or a frame is damaged.
         """
         if offset < 0 or offset + len(into) > self.size(name):
-            raise Corrupt(f"{self.root}/{name} has {self.size(name)} bytes; {offset}..{offset + len(into)} are needed.")
+            raise Corrupt(
+                f"{self.root}/{name} has {self.size(name)} bytes; {offset}..{offset + len(into)} are needed.",
+                code="CKPT0425",
+            )
         if name in self._extra:
             into[:] = self._extra[name][offset : offset + len(into)]
             return
@@ -288,7 +318,9 @@ class Archive(Source):
             end = e.start + e.length
             hit = [n for n, p in self.plan.places.items() if p.at < end and e.start < p.at + p.nbytes]
             more = f" and {len(hit) - 1} more" if len(hit) > 1 else ""
-            raise Corrupt(f"{e} These bytes belong to {tarball.shorten(hit[0])}{more}." if hit else str(e)) from None
+            raise Corrupt(
+                f"{e} These bytes belong to {tarball.shorten(hit[0])}{more}." if hit else str(e), code="CKPT0425"
+            ) from None
 
     def identities(self) -> dict[str, Identity]:
         """Return {file: identity} of the source that contains the archive, which changes when the file is written
@@ -327,7 +359,7 @@ class Archive(Source):
         held = values.decode(data, what)
         step = step_count(lambda name: held[name].data if name in held else None)
         if step != self.manifest.step:
-            raise Corrupt(f"{what} counts {step} steps, {plan.MANIFEST} {self.manifest.step}.")
+            raise Corrupt(f"{what} counts {step} steps, {plan.MANIFEST} {self.manifest.step}.", code="CKPT0425")
         return held
 
     def signed_files(self) -> Sequence[tuple[str, str]]:
@@ -387,7 +419,7 @@ def read_facts(source: Source, file: str) -> ArchiveFacts:
     if file.endswith(ENCRYPTED):
         return _facts_in_sidecar(source, file)
     if not file.endswith(SUFFIX):
-        raise NotRecognised(f"{file} is not named like an archive ({SUFFIX}, {ENCRYPTED}).")
+        raise NotRecognised(f"{file} is not named like an archive ({SUFFIX}, {ENCRYPTED}).", code="CKPT0301")
     archive = Archive(source, file)
     archive.read_values()
     return make_facts(
@@ -463,7 +495,9 @@ def _facts_in_sidecar(source: Source, file: str) -> ArchiveFacts:
     parsed = sidecar.read_sidecar(source, file)["archive"]
     kinds = {f.name: str(f.type) for f in fields(ArchiveFacts)}
     if parsed.keys() != kinds.keys() or not all(_FITS[kind](parsed[name]) for name, kind in kinds.items()):
-        raise Corrupt(f"{source.root}/{sidecar.sidecar_name(file)} is damaged: it is not what ckpttool writes.")
+        raise Corrupt(
+            f"{source.root}/{sidecar.sidecar_name(file)} is damaged: it is not what ckpttool writes.", code="CKPT0425"
+        )
     return ArchiveFacts(
         **{
             **parsed,

@@ -39,18 +39,26 @@ class ArchiveOptions:
     def __post_init__(self) -> None:
         """Raise UsageError if an option is invalid, or lacks another one that it needs."""
         if not 1 <= self.level <= 19:
-            raise UsageError(f"{argument('level', self.level)}: it must be from 1 to 19.")
+            raise UsageError(f"{argument('level', self.level)}: it must be from 1 to 19.", code="CKPT0203")
         if self.member_bytes < 1 << 20:
-            raise UsageError(f"{argument('member_bytes', self.member_bytes)}: it must be at least 1 MiB.")
+            raise UsageError(
+                f"{argument('member_bytes', self.member_bytes)}: it must be at least 1 MiB.", code="CKPT0203"
+            )
         if self.lock_mode not in ("governance", "compliance"):
-            raise UsageError(f"{argument('lock_mode', self.lock_mode)}: it must be governance or compliance.")
+            raise UsageError(
+                f"{argument('lock_mode', self.lock_mode)}: it must be governance or compliance.", code="CKPT0203"
+            )
         if self.certificate and not self.key:
-            raise UsageError(f"{argument('certificate')} needs {argument('key')}, the private key of the certificate.")
+            raise UsageError(
+                f"{argument('certificate')} needs {argument('key')}, the private key of the certificate.",
+                code="CKPT0204",
+            )
         if self.chain and not self.certificate:
-            raise UsageError(f"{argument('chain')} needs {argument('certificate')}.")
+            raise UsageError(f"{argument('chain')} needs {argument('certificate')}.", code="CKPT0204")
         if "" in (self.key, self.certificate, self.git_commit):
             raise UsageError(
-                f"{argument('key')}, {argument('certificate')} and {argument('git_commit')} must not be empty."
+                f"{argument('key')}, {argument('certificate')} and {argument('git_commit')} must not be empty.",
+                code="CKPT0202",
             )
         if len({k for k, _ in self.meta}) != len(self.meta):
-            raise UsageError(f"{argument('meta')}: a key is given twice.")
+            raise UsageError(f"{argument('meta')}: a key is given twice.", code="CKPT0203")

@@ -184,7 +184,9 @@ class History:
                 fails.
         """
         if not urls.is_url(store) and not os.path.isdir(store):
-            raise UsageError(f"{store} is not a folder; a store is a folder with archives, or the URL of one.")
+            raise UsageError(
+                f"{store} is not a folder; a store is a folder with archives, or the URL of one.", code="CKPT0221"
+            )
         lines = ledger.read_entries_or_none(store) if lines is None else lines
         with remote.open_source(store) as source:
             beside = [n.removesuffix(sidecar.HOLD) for n in source.list() if n.endswith(sidecar.HOLD)]
@@ -448,7 +450,7 @@ def add_to_ledger(archive: str) -> ledger.LedgerEntry:
     require_archive(store, name)
     source, known = read_archive_facts(store, name)
     if isinstance(known, str):
-        raise Corrupt(f"{urls.redact_url(archive)} is not a valid archive: {known}")
+        raise Corrupt(f"{urls.redact_url(archive)} is not a valid archive: {known}", code="CKPT0425")
     recorded = ledger.latest_records(ledger.read_entries(store))
     facts = {k: v for k, v in asdict(known).items() if k != "name"}
     if name.endswith(ENCRYPTED):
@@ -458,14 +460,17 @@ def add_to_ledger(archive: str) -> ledger.LedgerEntry:
         if have != want:
             raise Corrupt(
                 f"{urls.redact_url(archive)}: the ciphertext is not the one that "
-                f"{sidecar.sidecar_name(name)} describes."
+                f"{sidecar.sidecar_name(name)} describes.",
+                code="CKPT0425",
             )
         facts["ciphertext_sha256"] = have["sha256"]
     found = ledger.match_archive(recorded, name, facts)
     if found.state == "match":
         return recorded[name]
     if found.state == "differs":
-        raise Differs(f"{urls.redact_url(archive)}: {found.says} To record this one, give it another name.")
+        raise Differs(
+            f"{urls.redact_url(archive)}: {found.says} To record this one, give it another name.", code="CKPT0501"
+        )
     entry = ledger.append_entry(store, "add", name, **facts)
     source.assert_unchanged()
     return entry
@@ -479,7 +484,9 @@ def split_archive_path(archive: str) -> tuple[str, str]:
     """
     store, name = _split_path(archive)
     if not name.endswith((SUFFIX, ENCRYPTED)):
-        raise UsageError(f"{urls.redact_url(archive)} is not named like an archive ({SUFFIX}, {ENCRYPTED}).")
+        raise UsageError(
+            f"{urls.redact_url(archive)} is not named like an archive ({SUFFIX}, {ENCRYPTED}).", code="CKPT0221"
+        )
     return store, name
 
 
@@ -487,7 +494,7 @@ def require_archive(store: str, name: str) -> None:
     """Raise UsageError unless a store has a file of this name."""
     with remote.open_source(store) as source:
         if not source.exists(name):
-            raise UsageError(f"{source.root}/{name}: this archive does not exist.")
+            raise UsageError(f"{source.root}/{name}: this archive does not exist.", code="CKPT0221")
 
 
 def refuse_protected(archive: str) -> None:
@@ -545,7 +552,9 @@ def _refuse_protected(store: str, name: str, history: History) -> None:
     why = f"it is not a valid archive: {row.damaged}" if row.facts is None else why_protected(row, datetime.now(UTC))
     if why:
         where = f"{urls.redact_url(store).rstrip('/')}/{name}" if urls.is_url(store) else os.path.join(store, name)
-        raise DestinationExists(f"{where} is not replaced, not even with {argument('force', True)}: {why}.")
+        raise DestinationExists(
+            f"{where} is not replaced, not even with {argument('force', True)}: {why}.", code="CKPT0602"
+        )
 
 
 def _split_path(archive: str) -> tuple[str, str]:

@@ -194,7 +194,9 @@ def _check_signature(
     asked = public_key is not None or bool(certificates)
     if not archive.signed:
         if asked:
-            raise Differs(f"{out.path} is not signed, so nothing proves that it is the one that was exported.")
+            raise Differs(
+                f"{out.path} is not signed, so nothing proves that it is the one that was exported.", code="CKPT0502"
+            )
         return
     bundle = archive.read_all(plan.SIGNATURE, 16 << 20)
     if not asked:
@@ -212,7 +214,7 @@ def _check_root(out: ArchiveVerdict, root: str) -> None:
     have = {"": out.merkle_root, "blake3": out.merkle_root, "sha256": out.manifest_sha256}[kind]
     if wanted != have:
         what = "manifest has the SHA-256" if kind == "sha256" else "Merkle root is"
-        raise Differs(f"{out.path}: its {what} {have}, not {wanted}. It is not the recorded state.")
+        raise Differs(f"{out.path}: its {what} {have}, not {wanted}. It is not the recorded state.", code="CKPT0501")
 
 
 def _components_of(archive: Archive) -> list[str]:
@@ -252,6 +254,7 @@ def _compare_with_checkpoint(
         ]
         raise Differs(
             f'{against} differs from {archive.root}: {len(names)} entries differ, first "{names[0]}". '
-            "`ckpttool diff` shows the values."
+            "`ckpttool diff` shows the values.",
+            code="CKPT0501",
         )
     return against if only is None else f"the {', '.join(only)} of {against}, which is all that was kept"

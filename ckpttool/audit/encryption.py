@@ -323,16 +323,20 @@ def decrypt(
             if "matching keys" in str(e):
                 raise UsageError(
                     f"{what}: none of the {len(identities)} identities opens it. It was encrypted for others, or its "
-                    "header is damaged."
+                    "header is damaged.",
+                    code="CKPT0218",
                 ) from None
-            raise Corrupt(f"{what}: the header of the age file (bytes 0..{start}) is damaged: {e}.") from None
+            raise Corrupt(
+                f"{what}: the header of the age file (bytes 0..{start}) is damaged: {e}.", code="CKPT0425"
+            ) from None
         if not isinstance(e, OSError):
             raise
         place = start + out.total // _CHUNK * (_CHUNK + _TAG)
         end = min(place + _CHUNK + _TAG, reader.size)
         raise Corrupt(
             f"{what}: the ciphertext is damaged or cut at bytes {place}..{end} of {reader.size} ({e}); the {out.total} "
-            "plain bytes before that are intact. Fetch the file again."
+            "plain bytes before that are intact. Fetch the file again.",
+            code="CKPT0425",
         ) from None
 
 
@@ -346,13 +350,19 @@ def _payload_start(source: Source, file: str, what: str) -> int:
     size = source.size(file)
     head = source.read(file, 0, min(size, _MAX_HEADER))
     if not head.startswith(_MAGIC):
-        raise Corrupt(f"{what} is not an age file, or its first bytes are damaged.")
+        raise Corrupt(f"{what} is not an age file, or its first bytes are damaged.", code="CKPT0425")
     mac = head.find(b"\n--- ")
     end = head.find(b"\n", mac + 1)
     if mac < 0 or end < 0:
-        raise Corrupt(f"{what}: the header of the age file does not end within {len(head)} bytes; damaged or cut.")
+        raise Corrupt(
+            f"{what}: the header of the age file does not end within {len(head)} bytes; damaged or cut.",
+            code="CKPT0425",
+        )
     if end + 1 + _NONCE + _TAG > size:
-        raise Corrupt(f"{what} ends at byte {size}, before the first piece of ciphertext. The copy is incomplete.")
+        raise Corrupt(
+            f"{what} ends at byte {size}, before the first piece of ciphertext. The copy is incomplete.",
+            code="CKPT0403",
+        )
     return end + 1 + _NONCE
 
 
@@ -377,13 +387,17 @@ def parse_recipients(texts: Sequence[str]) -> list[Any]:
         lines = _lines(text, "recipient")
         found = [_parse_recipient(line, f"{text}, line {i}, the recipient") for i, line in lines]
         if not found:
-            raise UsageError(f"{text} holds no recipients.")
+            raise UsageError(f"{text} holds no recipients.", code="CKPT0218")
         out += found
     if not out:
-        raise UsageError("encryption needs a recipient: age1..., an ssh public key, or a file with some.")
+        raise UsageError(
+            "encryption needs a recipient: age1..., an ssh public key, or a file with some.", code="CKPT0218"
+        )
     if len(pyrage.encrypt(b"", out)) > _MAX_HEADER:
         raise UsageError(
-            f"{len(out)} recipients are too many: their lines in the header of the age file exceed {_MAX_HEADER} bytes."
+            f"{len(out)} recipients are too many: their lines in the header of the age file exceed "
+            f"{_MAX_HEADER} bytes.",
+            code="CKPT0218",
         )
     return out
 
@@ -397,14 +411,15 @@ def _parse_recipient(text: str, what: str) -> Any:
     import pyrage
 
     if _is_secret_key(text):
-        raise UsageError(f"{what}, is a secret key; give the public one.")
+        raise UsageError(f"{what}, is a secret key; give the public one.", code="CKPT0218")
     kind = pyrage.ssh if text.startswith("ssh-") else pyrage.x25519
     try:
         return kind.Recipient.from_str(text)
     except pyrage.RecipientError:
         raise UsageError(
             f"{what}, is not a public key of age (age1...) or ssh (ssh-ed25519, ssh-rsa), or contains a typing error. "
-            "Keys of age plugins are not supported."
+            "Keys of age plugins are not supported.",
+            code="CKPT0218",
         ) from None
 
 
@@ -433,12 +448,12 @@ def parse_identities(files: Sequence[str]) -> list[Any]:
                 if locked
                 else "neither an age identity nor an ssh-ed25519 or ssh-rsa key"
             )
-            raise UsageError(f"{file} cannot be used as an identity: {more}.") from None
+            raise UsageError(f"{file} cannot be used as an identity: {more}.", code="CKPT0218") from None
         if not found:
-            raise UsageError(f"{file} holds no identity.")
+            raise UsageError(f"{file} holds no identity.", code="CKPT0218")
         out += found
     if not out:
-        raise UsageError("decryption needs an identity: a file with an age or ssh private key.")
+        raise UsageError("decryption needs an identity: a file with an age or ssh private key.", code="CKPT0218")
     return out
 
 
@@ -462,11 +477,11 @@ def _key_lines(data: bytes, file: str) -> list[tuple[int, str]]:
         UsageError: it is encrypted or not text.
     """
     if data.startswith((_MAGIC, b"-----BEGIN AGE ENCRYPTED FILE")):
-        raise UsageError(f"{file} is encrypted itself; decrypt it first (age -d).")
+        raise UsageError(f"{file} is encrypted itself; decrypt it first (age -d).", code="CKPT0218")
     try:
         lines = [line.strip() for line in data.decode().split("\n")]
     except UnicodeDecodeError:
-        raise UsageError(f"{file} is not text; keys are.") from None
+        raise UsageError(f"{file} is not text; keys are.", code="CKPT0218") from None
     return [(i, line) for i, line in enumerate(lines, 1) if line and not line.startswith("#")]
 
 
@@ -480,7 +495,7 @@ def _read_key_file(file: str, kind: str) -> bytes:
         UsageError: it cannot be read, or its name is a secret key.
     """
     if _is_secret_key(file):
-        raise UsageError(f"this is a secret key; give the name of the {kind} file.")
+        raise UsageError(f"this is a secret key; give the name of the {kind} file.", code="CKPT0218")
     try:
         with open(os.path.expanduser(file), "rb") as f:
             return f.read(1 << 20)

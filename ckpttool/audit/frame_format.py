@@ -155,43 +155,57 @@ def read_table(source: Source, file: str) -> FrameTable:
     wrong = f"{path}: the tables at its end are damaged: "
     size = source.size(file)
     if size < 8 + _FOOT.size:
-        raise NotRecognised(none)
+        raise NotRecognised(none, code="CKPT0301")
     count, descriptor, magic = _FOOT.unpack(source.read(file, size - _FOOT.size, _FOOT.size))
     if (descriptor, magic) != (_DESCRIPTOR, _SEEKABLE) or not count:
-        raise NotRecognised(none)
+        raise NotRecognised(none, code="CKPT0301")
     if count > MOST_FRAMES:
-        raise Unsafe(f"{path}: its seek table has {count} frames; ckpttool writes and reads at most {MOST_FRAMES}.")
+        raise Unsafe(
+            f"{path}: its seek table has {count} frames; ckpttool writes and reads at most {MOST_FRAMES}.",
+            code="CKPT0704",
+        )
     span = 8 + 12 * count + _FOOT.size
     if span > size:
-        raise Corrupt(f"{wrong}{count} frames take a seek table of {span} bytes, and the file has {size}.{LOOK}")
+        raise Corrupt(
+            f"{wrong}{count} frames take a seek table of {span} bytes, and the file has {size}.{LOOK}", code="CKPT0425"
+        )
     raw = memoryview(source.read(file, size - span, span))
     if struct.unpack_from("<II", raw) != (SEEK_MAGIC, span - 8):
-        raise Corrupt(f"{wrong}the seek table of {count} frames does not begin {span} bytes before the end.{LOOK}")
+        raise Corrupt(
+            f"{wrong}the seek table of {count} frames does not begin {span} bytes before the end.{LOOK}",
+            code="CKPT0425",
+        )
     sizes, lengths, checksums = u32_columns(raw[8 : -_FOOT.size], 3)
     last, frames = sizes.pop(), count - 1
     mark = lengths.pop(), checksums.pop()
     want = 8 + len(CRC_TAG) + 4 + 4 * frames + 4
     if last != want or last > size - span or mark != (0, 0):
-        raise NotRecognised(f"{path}: its seek table does not end with a CRC table. It is not an archive of ckpttool.")
+        raise NotRecognised(
+            f"{path}: its seek table does not end with a CRC table. It is not an archive of ckpttool.", code="CKPT0301"
+        )
     crc = memoryview(source.read(file, size - span - last, last))
     if struct.unpack_from("<II", crc) != (CRC_MAGIC, last - 8) or crc[8:16] != CRC_TAG:
         raise NotRecognised(
-            f"{path}: the CRC table before its seek table is missing. It is not an archive of ckpttool."
+            f"{path}: the CRC table before its seek table is missing. It is not an archive of ckpttool.",
+            code="CKPT0301",
         )
     crcs = parse_crc_table(crc[8:])
     if crcs is None:
-        raise Corrupt(f"{wrong}the CRC table does not have its own CRC32.{LOOK}")
+        raise Corrupt(f"{wrong}the CRC table does not have its own CRC32.{LOOK}", code="CKPT0425")
     if frames:
         if max(sizes) > MOST_FRAME_BYTES or max(lengths) > FRAME:
             raise Unsafe(
                 f"{path}: its seek table has a frame of {max(sizes)} bytes that decompress to {max(lengths)}; frames "
-                f"of an archive have at most {FRAME}."
+                f"of an archive have at most {FRAME}.",
+                code="CKPT0704",
             )
         if not min(lengths):
-            raise Corrupt(f"{wrong}frame {lengths.index(0)} is empty.{LOOK}")
+            raise Corrupt(f"{wrong}frame {lengths.index(0)} is empty.{LOOK}", code="CKPT0425")
     offsets, starts = (array("Q", accumulate(column, initial=0)) for column in (sizes, lengths))
     if (end := offsets.pop()) != size - span - last:
-        raise Corrupt(f"{wrong}its {frames} frames take {end} bytes, but {size - span - last} are there.{LOOK}")
+        raise Corrupt(
+            f"{wrong}its {frames} frames take {end} bytes, but {size - span - last} are there.{LOOK}", code="CKPT0425"
+        )
     total = starts.pop()
     return FrameTable(offsets, sizes, starts, lengths, checksums, crcs, total)
 

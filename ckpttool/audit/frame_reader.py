@@ -62,7 +62,8 @@ class FrameReader:
         if offset < 0 or offset + len(view) > table.logical_size:
             raise Corrupt(
                 f"{os.path.join(self.source.root, self.file)} decompresses to {table.logical_size} bytes; "
-                f"{offset}..{offset + len(view)} are needed."
+                f"{offset}..{offset + len(view)} are needed.",
+                code="CKPT0425",
             )
         i = bisect_right(table.starts, offset) - 1
         while len(view):

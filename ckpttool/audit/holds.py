@@ -178,5 +178,5 @@ def _split_with_reason(archive: str, reason: str) -> tuple[str, str]:
         UsageError: it is not named like an archive, or the reason is empty.
     """
     if not reason.strip():
-        raise UsageError("A legal hold, and its release, need a reason.")
+        raise UsageError("A legal hold, and its release, need a reason.", code="CKPT0202")
     return split_archive_path(archive)

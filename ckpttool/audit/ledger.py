@@ -123,7 +123,7 @@ def take_turn(store: str) -> Iterator[Turn]:
             try:
                 fd = held.enter_context(_open_locked(store, os.O_RDWR | os.O_CREAT | os.O_APPEND))
             except FileNotFoundError:
-                raise Corrupt(f"{store}: no such folder.") from None
+                raise Corrupt(f"{store}: no such folder.", code="CKPT0426") from None
         yield Turn(store, fd)
 
 
@@ -169,9 +169,12 @@ class Turn:
             UsageError: the facts use reserved names, or are too large.
         """
         if taken := sorted(_OWN & facts.keys()):
-            raise UsageError(f"{taken[0]!r} is a field of the ledger's own; an event cannot give it.")
+            raise UsageError(f"{taken[0]!r} is a field of the ledger's own; an event cannot give it.", code="CKPT0203")
         if not archive or "/" in archive or not event:
-            raise UsageError(f"An entry of the ledger needs an event and the file name of an archive, not {archive!r}.")
+            raise UsageError(
+                f"An entry of the ledger needs an event and the file name of an archive, not {archive!r}.",
+                code="CKPT0203",
+            )
         facts = {"event": event, "archive": archive, "by": _current_user(), **facts}
         if self._fd is None:
             entry = _append_object(self.store, facts, following)
@@ -222,7 +225,8 @@ def check_writable(store: str) -> list[LedgerEntry]:
         if not store.startswith("s3://"):
             raise Unsupported(
                 f"{urls.redact_url(store)}: a ledger needs a folder or an S3 store. Use {argument('no_ledger', True)}, "
-                "and keep the hashes elsewhere."
+                "and keep the hashes elsewhere.",
+                code="CKPT0340",
             )
         return read_entries(store)
     try:
@@ -267,19 +271,26 @@ def verify_chain(store: str, head: str | None = None) -> dict[str, Any]:
         Differs: no line has the hash `head`. UsageError: `head` is not a hash, or there is no such folder.
     """
     if head is not None and not re.fullmatch(r"[0-9a-f]{64}", head):
-        raise UsageError(f"{head!r} is not the hash of a line: 64 digits 0-9a-f, as `audit ledger verify` prints them.")
+        raise UsageError(
+            f"{head!r} is not the hash of a line: 64 digits 0-9a-f, as `audit ledger verify` prints them.",
+            code="CKPT0203",
+        )
     if not urls.is_url(store) and not os.path.isdir(store):
-        raise UsageError(f"{store} is not a folder; a store is a folder with archives, or the URL of one.")
+        raise UsageError(
+            f"{store} is not a folder; a store is a folder with archives, or the URL of one.", code="CKPT0221"
+        )
     entries = read_entries_or_none(store)
     if entries is None:
         raise Corrupt(
             f"{_ledger_path(store)} is missing: {store} has no ledger, so nothing shows what was done to its archives. "
-            "If there was one, bring it back."
+            "If there was one, bring it back.",
+            code="CKPT0426",
         )
     if head is not None and all(e["hash"] != head for e in entries):
         raise Differs(
             f"{_ledger_path(store)}: the chain of its {len(entries)} lines is whole, but none has the hash {head}. "
-            "Lines at its end were cut off, or it was written anew."
+            "Lines at its end were cut off, or it was written anew.",
+            code="CKPT0501",
         )
     return {
         "entries": len(entries),
@@ -436,9 +447,9 @@ def _make_entry(facts: LedgerEntry, last: LedgerEntry | None) -> tuple[LedgerEnt
         entry["hash"] = _entry_hash(entry)
         line = _canonical_json(entry) + b"\n"
     except (TypeError, ValueError, RecursionError) as e:
-        raise UsageError(f"An entry of the ledger must be plain data ({e}).") from None
+        raise UsageError(f"An entry of the ledger must be plain data ({e}).", code="CKPT0203") from None
     if len(line) > _LINE:
-        raise UsageError(f"An entry of the ledger has {len(line):,} bytes; it may have {_LINE:,}.")
+        raise UsageError(f"An entry of the ledger has {len(line):,} bytes; it may have {_LINE:,}.", code="CKPT0203")
     return entry, line
 
 
@@ -471,7 +482,9 @@ def _parse_line(line: bytes, what: str, number: int) -> LedgerEntry:
 
 def _altered_error(what: str, number: int, why: str) -> Corrupt:
     """Return the error for an altered line of the ledger `what`."""
-    return Corrupt(f"{what}: line {number} was altered: {why}. What it and the lines after it say proves nothing.")
+    return Corrupt(
+        f"{what}: line {number} was altered: {why}. What it and the lines after it say proves nothing.", code="CKPT0426"
+    )
 
 
 def _check_chain(data: bytes, what: str) -> list[LedgerEntry]:
@@ -492,7 +505,8 @@ def _check_chain(data: bytes, what: str) -> list[LedgerEntry]:
             raise Corrupt(
                 f"{what}: line {number} does not follow the line before: it is entry {entry['seq']}, and the hash that "
                 f"it names is {'that line’s' if entry['prev'] == prev else 'another one'}. Lines were removed, "
-                "inserted, swapped or doubled."
+                "inserted, swapped or doubled.",
+                code="CKPT0426",
             )
         entries.append(entry)
         prev, at = entry["hash"], end + 1
@@ -505,7 +519,8 @@ def _torn_error(what: str, number: int, at: int, size: int) -> Corrupt:
     return Corrupt(
         f"{what}: line {number} is torn: its {size - at} bytes have no end. A run was killed while it wrote them, or "
         f"they were altered. Keep a copy, cut them off (truncate -s {at} FILE), and see that the archives are as "
-        "the lines say."
+        "the lines say.",
+        code="CKPT0426",
     )
 
 
@@ -553,7 +568,7 @@ def _open_locked(store: str, flags: int) -> Iterator[int]:
         raise kind(f"{path} cannot be opened: {e.strerror}.") from None
     try:
         if not stat.S_ISREG(os.fstat(fd).st_mode):
-            raise Unsafe(f"{path} is not a regular file.")
+            raise Unsafe(f"{path} is not a regular file.", code="CKPT0702")
         try:
             fcntl.flock(fd, fcntl.LOCK_SH if flags == os.O_RDONLY else fcntl.LOCK_EX)
         except OSError as e:
@@ -582,7 +597,7 @@ def _append_file(store: str, fd: int, facts: LedgerEntry) -> LedgerEntry:
                 raise OSError(28, os.strerror(28))
         except OSError as e:
             os.ftruncate(fd, size)  # what is our own, under our own lock
-            raise NoSpace(f"{path}: {e.strerror}. The entry was not written.") from None
+            raise NoSpace(f"{path}: {e.strerror}. The entry was not written.", code="CKPT0801") from None
         os.fsync(fd)
         if not size:
             sync_folder(store)
@@ -658,5 +673,6 @@ def _append_object(
         sent = entry, data + line
         time.sleep(min(0.01 * (k + 1), 0.2))
     raise RemoteError(
-        f"{what}: somebody else wrote to it each of the {_SWAPS} times we tried. The entry was not written; try again."
+        f"{what}: somebody else wrote to it each of the {_SWAPS} times we tried. The entry was not written; try again.",
+        code="CKPT0908",
     )

@@ -133,7 +133,9 @@ def decode_manifest(data: bytes, what: str) -> Manifest:
     parsed = parse(data, what)
     try:
         if parsed["schema"] != SCHEMA:
-            raise Corrupt(f"{what} is of schema {str(parsed['schema'])[:60]!r}; this ckpttool knows {SCHEMA!r}.")
+            raise Corrupt(
+                f"{what} is of schema {str(parsed['schema'])[:60]!r}; this ckpttool knows {SCHEMA!r}.", code="CKPT0425"
+            )
         tensors: dict[str, TensorEntry] = {}
         digests: dict[str, str] = {}
         by_member: dict[str, list[str]] = {}
@@ -142,7 +144,7 @@ def decode_manifest(data: bytes, what: str) -> Manifest:
             t = _parse_tensor(path, row["dtype"], row["shape"], what)
             name.encode()
             if joined(path) != name or name in tensors:
-                raise Corrupt(f"{what}: the entry of {name[:200]!r} is damaged, or there twice.")
+                raise Corrupt(f"{what}: the entry of {name[:200]!r} is damaged, or there twice.", code="CKPT0425")
             tensors[name], digests[name] = t, _checked_digest(row["digest"])
             by_member.setdefault(row["member"], []).append(name)
         hashes = {str(m["name"]): (_checked_count(m["bytes"]), _checked_digest(m["sha256"])) for m in parsed["members"]}
@@ -152,7 +154,7 @@ def decode_manifest(data: bytes, what: str) -> Manifest:
         grouped = list(by_member.values())
         return Manifest(tensors, digests, grouped, hashes, parsed["coding"] != "plain", step)
     except (KeyError, TypeError, ValueError, AttributeError) as e:
-        raise Corrupt(f"{what} is damaged ({type(e).__name__}: {ascii(str(e))[:80]}).") from None
+        raise Corrupt(f"{what} is damaged ({type(e).__name__}: {ascii(str(e))[:80]}).", code="CKPT0425") from None
 
 
 def _parse_tensor(path: Path, dtype: Any, shape: Any, what: str) -> TensorEntry:
@@ -165,16 +167,18 @@ def _parse_tensor(path: Path, dtype: Any, shape: Any, what: str) -> TensorEntry:
         Corrupt, Unsafe: path, dtype or shape make no sense. ValueError: a size of the shape is not a count.
     """
     if not path or path[0] not in COMPONENTS or not all(type(p) is int or type(p) is str for p in path):
-        raise Corrupt(f"{what}: {str(path)[:80]} is not the path of a tensor.")
+        raise Corrupt(f"{what}: {str(path)[:80]} is not the path of a tensor.", code="CKPT0425")
     if not isinstance(dtype, str) or dtype not in ITEMSIZE:
-        raise Corrupt(f"{what}: dtype {str(dtype)[:40]!r} is unknown.")
+        raise Corrupt(f"{what}: dtype {str(dtype)[:40]!r} is unknown.", code="CKPT0425")
     if not isinstance(shape, list) or len(shape) > 64:
-        raise Corrupt(f"{what}: {str(shape)[:80]} is not a shape.")
+        raise Corrupt(f"{what}: {str(shape)[:80]} is not a shape.", code="CKPT0425")
     total = 1
     for n in shape:
         total *= _checked_count(n)
         if total > MAX_NUMEL:
-            raise Unsafe(f"{what}: a tensor of shape {str(shape)[:80]} has more elements than any file holds.")
+            raise Unsafe(
+                f"{what}: a tensor of shape {str(shape)[:80]} has more elements than any file holds.", code="CKPT0704"
+            )
     return TensorEntry(dtype, tuple(shape), path, Chunks(len(shape)))
 
 
@@ -207,7 +211,7 @@ def check_manifest(data: bytes, mtime: int, head: bytes, what: str) -> tuple[Man
     found = decode_manifest(data, what)
     planned = plan.make_plan(found.grouped, found.tensors, found.shuffle, mtime, head)
     if encode_manifest(found, planned.places) != data:
-        raise Corrupt(f"{what} contradicts itself: its content, written again, gives other bytes.")
+        raise Corrupt(f"{what} contradicts itself: its content, written again, gives other bytes.", code="CKPT0425")
     return found, planned
 
 
@@ -234,7 +238,7 @@ def decode_sums(data: bytes, what: str) -> dict[str, str]:
             return found
     except ValueError:
         pass
-    raise Corrupt(f"{what} is damaged: it is not a list of SHA-256 and names.")
+    raise Corrupt(f"{what} is damaged: it is not a list of SHA-256 and names.", code="CKPT0425")
 
 
 def sha256_hex(data: bytes) -> str:

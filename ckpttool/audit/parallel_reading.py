@@ -120,7 +120,8 @@ def _open_archive(asked: str) -> Archive:
     archive.close()
     raise CkpttoolError(
         f"this worker finds another archive at {path} than the process that asked: all machines must see the same file "
-        "under this path."
+        "under this path.",
+        code="CKPT0102",
     )
 
 

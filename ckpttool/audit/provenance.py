@@ -124,9 +124,9 @@ def decode_provenance(data: bytes, what: str) -> dict[str, Any]:
     """
     parsed = bounded_json.parse(data, what)
     if not isinstance(parsed, dict) or parsed.get("schema") != manifest.SCHEMA:
-        raise Corrupt(f"{what} is of another schema than {manifest.SCHEMA!r}.")
+        raise Corrupt(f"{what} is of another schema than {manifest.SCHEMA!r}.", code="CKPT0425")
     if unknown := sorted(set(parsed) - _KINDS.keys()):
-        raise Corrupt(f"{what} has an entry {tarball.shorten(unknown[0])}, which no archive has.")
+        raise Corrupt(f"{what} has an entry {tarball.shorten(unknown[0])}, which no archive has.", code="CKPT0425")
     for key, fits in _KINDS.items():
         if key in parsed or key in _ALWAYS:
             try:
@@ -134,9 +134,9 @@ def decode_provenance(data: bytes, what: str) -> dict[str, Any]:
             except (TypeError, ValueError, AttributeError, KeyError, IndexError):
                 good = False
             if not good:
-                raise Corrupt(f"{what}: its entry {key!r} is damaged or missing.")
+                raise Corrupt(f"{what}: its entry {key!r} is damaged or missing.", code="CKPT0425")
     if encode_provenance(parsed) != data:
-        raise Corrupt(f"{what} is not formatted as ckpttool writes it.")
+        raise Corrupt(f"{what} is not formatted as ckpttool writes it.", code="CKPT0425")
     return parsed
 
 
@@ -152,13 +152,15 @@ def decode_config_files(record: Mapping[str, Any], what: str) -> dict[str, bytes
     out = {}
     for name, f in (record.get("config_files") or {}).items():
         if os.path.basename(name) != name or name in ("", ".", "..") or not name.isprintable() or "\\" in name:
-            raise Unsafe(f"{what}: {tarball.shorten(name)} is not the name of a configuration file.")
+            raise Unsafe(f"{what}: {tarball.shorten(name)} is not the name of a configuration file.", code="CKPT0702")
         try:
             data = f["text"].encode() if "text" in f else base64.b64decode(f["base64"], validate=True)
         except ValueError:
             data = b""
         if manifest.sha256_hex(data) != f["sha256"]:
-            raise Corrupt(f"{what}: the configuration file {tarball.shorten(name)} does not have its SHA-256.")
+            raise Corrupt(
+                f"{what}: the configuration file {tarball.shorten(name)} does not have its SHA-256.", code="CKPT0425"
+            )
         out[name] = data
     return out
 

@@ -85,7 +85,8 @@ def prune(
         raise Corrupt(
             f"{urls.redact_url(store)} holds {count_noun(len(names), 'archive')} and no {ledger.FILE}. The ledger "
             "knows which are under a legal hold; without it, one of those could be deleted. Restore the ledger, or "
-            f"pass {argument('no_ledger', True)} if there never was one."
+            f"pass {argument('no_ledger', True)} if there never was one.",
+            code="CKPT0426",
         )
     # sort the archives, the newest first, into what a policy keeps, what must not be deleted, and the rest
     seen = {name: read_archive_facts(store, name) for name in names}
@@ -125,14 +126,16 @@ def _check_policies(keep_last: int | None, keep_within: timedelta | None, keep_e
     if keep_last is None and keep_within is None and keep_every is None:
         raise UsageError(
             f"Say what to keep: {argument('keep_last')}, {argument('keep_within')}, {argument('keep_every')}, or "
-            "several of them."
+            "several of them.",
+            code="CKPT0204",
         )
     if any(n is not None and n < 1 for n in (keep_last, keep_every)) or (
         keep_within is not None and keep_within <= timedelta(0)
     ):
         raise UsageError(
             f"{argument('keep_last')}, {argument('keep_within')} and {argument('keep_every')} must be greater than "
-            "zero."
+            "zero.",
+            code="CKPT0203",
         )
 
 

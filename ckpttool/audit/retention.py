@@ -73,10 +73,13 @@ def parse_retention(text: str, start: datetime) -> datetime:
             format_time(end)  # rounds up, and there is no year 10000
     except (ValueError, OverflowError):
         raise UsageError(
-            f"{text!r} is not a retention period; give 7y, 18m (months), 2w, 90d or a date like 2033-01-01."
+            f"{text!r} is not a retention period; give 7y, 18m (months), 2w, 90d or a date like 2033-01-01.",
+            code="CKPT0203",
         ) from None
     if end <= start:
-        raise UsageError(f"The retention ends at {format_time(end)}, which has passed; it is {format_time(start)}.")
+        raise UsageError(
+            f"The retention ends at {format_time(end)}, which has passed; it is {format_time(start)}.", code="CKPT0203"
+        )
     return end
 
 
@@ -104,7 +107,7 @@ def parse_age(text: str) -> timedelta:
     """
     found = _SHORT.fullmatch(text)
     if not found or not int(found[1]):
-        raise UsageError(f"{text!r} is not an age; give 12h, 90d, 2w, 18m (months) or 7y.")
+        raise UsageError(f"{text!r} is not an age; give 12h, 90d, 2w, 18m (months) or 7y.", code="CKPT0203")
     return timedelta(hours=int(found[1]) * _HOURS[found[2]])
 
 
@@ -122,7 +125,7 @@ def encode_retention(retain: str | None, hold: str | None, start: datetime) -> b
     if retain is None and hold is None:
         return None
     if hold is not None and not hold.strip():
-        raise UsageError(f"A legal hold needs a reason: {argument('hold')} must not be empty.")
+        raise UsageError(f"A legal hold needs a reason: {argument('hold')} must not be empty.", code="CKPT0202")
     parsed = {
         "schema": SCHEMA,
         "retain_until": format_time(parse_retention(retain, start)) if retain is not None else None,
@@ -143,7 +146,7 @@ def decode_retention(data: bytes, what: str) -> dict[str, Any]:
     """
     parsed = bounded_json.parse(data, what)
     if not isinstance(parsed, dict) or parsed.get("schema") != SCHEMA:
-        raise Corrupt(f"{what} is of another schema than {SCHEMA!r}.")
+        raise Corrupt(f"{what} is of another schema than {SCHEMA!r}.", code="CKPT0425")
     try:
         until, retain, hold = parsed["retain_until"], parsed["retain"], parsed["legal_hold"]
         if set(parsed) != {"schema", "retain_until", "retain", "legal_hold"} or (until is None) != (retain is None):
@@ -157,7 +160,7 @@ def decode_retention(data: bytes, what: str) -> dict[str, Any]:
                 raise ValueError("legal_hold")
             parse_time(hold["since"])
     except (KeyError, TypeError, ValueError) as e:
-        raise Corrupt(f"{what} is damaged: {e}.") from None
+        raise Corrupt(f"{what} is damaged: {e}.", code="CKPT0425") from None
     return parsed
 
 

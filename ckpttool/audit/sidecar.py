@@ -111,7 +111,8 @@ def read_sidecar(source: Source, file: str) -> dict[str, Any]:
     what = f"{source.root}/{sidecar_name(file)}"
     if not source.exists(sidecar_name(file)):
         raise UsageError(
-            f"{what} is missing; it says what is in {file}. To look inside, pass {argument('identities')}."
+            f"{what} is missing; it says what is in {file}. To look inside, pass {argument('identities')}.",
+            code="CKPT0218",
         )
     parsed = bounded_json.parse(source.read_all(sidecar_name(file), 256 << 20), what)
     parts = ("archive", "ciphertext")
@@ -120,7 +121,7 @@ def read_sidecar(source: Source, file: str) -> dict[str, Any]:
         or parsed.get("schema") != _SCHEMA
         or not all(isinstance(parsed.get(p), dict) for p in parts)
     ):
-        raise Corrupt(f"{what} is not the sidecar of an encrypted archive.")
+        raise Corrupt(f"{what} is not the sidecar of an encrypted archive.", code="CKPT0425")
     hashes = parsed["ciphertext"]
     blocks = hashes.get("blocks")
     if (
@@ -128,7 +129,7 @@ def read_sidecar(source: Source, file: str) -> dict[str, Any]:
         or not all(isinstance(b, str) for b in blocks)
         or type(hashes.get("bytes")) is not int
     ):
-        raise Corrupt(f"{what} is damaged: the hashes of the ciphertext are missing.")
+        raise Corrupt(f"{what} is damaged: the hashes of the ciphertext are missing.", code="CKPT0425")
     return parsed
 
 

@@ -72,7 +72,7 @@ def sign(
         if certificate is not None:
             found = _load_certificates(certificate)[0]
             if found.public_key() != private.public_key():
-                raise UsageError(f"{certificate} is not the certificate of {key}.")
+                raise UsageError(f"{certificate} is not the certificate of {key}.", code="CKPT0218")
             for file in chain:
                 _load_certificates(file)
         config = lib.signing.Config().set_hashing_config(_known_hashes(lib, name, resources))
@@ -129,10 +129,13 @@ def verify(
             if known.manifest.signed is not None:
                 raise _difference_error(known.manifest.signed, resources) from None
             if type(e).__name__ == "ValidationError":
-                raise Corrupt(f"{SIGNATURE} is not a signature bundle, or damaged ({_short_reason(e)}).") from None
+                raise Corrupt(
+                    f"{SIGNATURE} is not a signature bundle, or damaged ({_short_reason(e)}).", code="CKPT0425"
+                ) from None
             raise Differs(
                 f"{SIGNATURE}: the signature is invalid: {_short_reason(e)}. It names {_describe_signer(material)}, "
-                "which is not proven."
+                "which is not proven.",
+                code="CKPT0502",
             ) from None
     return _describe_signer(material)
 
@@ -169,14 +172,17 @@ def _verification_material(bundle: bytes) -> dict[str, Any]:
             if not hint:
                 raise Unsupported(
                     f"{SIGNATURE} does not name the key; it was made by model-signing before 1.0. Check it "
-                    "with that version, or sign again."
+                    "with that version, or sign again.",
+                    code="CKPT0329",
                 )
             bytes.fromhex(hint)
         else:
             for row in material["x509CertificateChain"]["certificates"] or [{}]:
                 base64.b64decode(row["rawBytes"], validate=True)
     except (KeyError, IndexError, TypeError, AttributeError, ValueError) as e:
-        raise Corrupt(f"{SIGNATURE} is not a signature bundle, or damaged ({type(e).__name__}: {e}).") from None
+        raise Corrupt(
+            f"{SIGNATURE} is not a signature bundle, or damaged ({type(e).__name__}: {e}).", code="CKPT0425"
+        ) from None
     found: dict[str, Any] = material
     return found
 
@@ -207,7 +213,7 @@ def _describe_signer(material: dict[str, Any]) -> str:
     except ImportError:
         return fingerprint
     except ValueError as e:
-        raise Corrupt(f"{SIGNATURE} holds a certificate that cannot be read ({e}).") from None
+        raise Corrupt(f"{SIGNATURE} holds a certificate that cannot be read ({e}).", code="CKPT0425") from None
     return printable(text)
 
 
@@ -222,7 +228,8 @@ def _difference_error(signed: Any, resources: Sequence[tuple[str, str]]) -> Diff
     if (method.get("method"), method.get("hash_type")) != ("files", "sha256"):
         return Unsupported(
             f"{SIGNATURE} signs the {method.get('hash_type')!a} of {method.get('method')!a}; an archive lists the "
-            "SHA-256 of its files. Unpack it and check it with model_signing."
+            "SHA-256 of its files. Unpack it and check it with model_signing.",
+            code="CKPT0329",
         )
     then, now = {r.identifier: r.digest.digest_hex for r in signed.resource_descriptors()}, dict(resources)
     faults = {
@@ -233,7 +240,8 @@ def _difference_error(signed: Any, resources: Sequence[tuple[str, str]]) -> Diff
     summary = "; ".join(f"{what}: {_list_names(names)}" for what, names in faults.items() if names)
     return Differs(
         f"{SIGNATURE}: the signature is good, but the files are others than those signed ({summary}). They were "
-        "altered afterwards, or the signature is that of another archive."
+        "altered afterwards, or the signature is that of another archive.",
+        code="CKPT0502",
     )
 
 
@@ -268,18 +276,21 @@ def _use_key(config: Any, hint: str, public_key: str | None, certificates: Seque
 
     if public_key is None:
         given = "with a key, not with a certificate" if certificates else "with a key"
-        raise UsageError(f"the archive was signed {given} (EC key SHA256:{hint}); give {argument('public_key')}.")
+        raise UsageError(
+            f"the archive was signed {given} (EC key SHA256:{hint}); give {argument('public_key')}.", code="CKPT0218"
+        )
     pem = _read_key_file(public_key)
     try:
         found = serialization.load_pem_public_key(pem)
     except (ValueError, UnsupportedAlgorithm):
-        raise UsageError(f"{public_key} is not a public key in PEM form.") from None
+        raise UsageError(f"{public_key} is not a public key in PEM form.", code="CKPT0218") from None
     _refuse_curve(found, public_key)
     pem = found.public_bytes(serialization.Encoding.PEM, serialization.PublicFormat.SubjectPublicKeyInfo)
     if hashlib.sha256(pem).hexdigest() != hint:
         raise Differs(
             f"{SIGNATURE} was made with a different key: EC key SHA256:{hint}, not {public_key} "
-            f"(SHA256:{hashlib.sha256(pem).hexdigest()})."
+            f"(SHA256:{hashlib.sha256(pem).hexdigest()}).",
+            code="CKPT0502",
         )
     config.use_elliptic_key_verifier(public_key=public_key)
 
@@ -292,7 +303,8 @@ def _use_certificates(config: Any, certificates: Sequence[str]) -> None:
     """
     if not certificates:  # the library would trust whoever has a web site
         raise UsageError(
-            f"the archive was signed with a certificate; give {argument('certificates')}, the root that you trust."
+            f"the archive was signed with a certificate; give {argument('certificates')}, the root that you trust.",
+            code="CKPT0218",
         )
     for file in certificates:
         _load_certificates(file)
@@ -313,11 +325,12 @@ def _load_private_key(file: str, password: str | None) -> Any:
         found = serialization.load_pem_private_key(data, None if password is None else password.encode())
     except TypeError:
         raise UsageError(
-            f"{file} is encrypted; give its password." if password is None else f"{file} has no password; give none."
+            f"{file} is encrypted; give its password." if password is None else f"{file} has no password; give none.",
+            code="CKPT0218",
         ) from None
     except (ValueError, UnsupportedAlgorithm):
         more = "" if password is None else ", or the password is another"
-        raise UsageError(f"{file} is not a private key in PEM form{more}.") from None
+        raise UsageError(f"{file} is not a private key in PEM form{more}.", code="CKPT0218") from None
     _refuse_curve(found, file)
     return found
 
@@ -327,7 +340,8 @@ def _refuse_curve(key: Any, file: str) -> None:
     curve = getattr(getattr(key, "curve", None), "name", None)
     if curve not in _CURVES:
         raise UsageError(
-            f"{file} is not an elliptic-curve key on P-256, P-384 or P-521; model-signing knows only those."
+            f"{file} is not an elliptic-curve key on P-256, P-384 or P-521; model-signing knows only those.",
+            code="CKPT0218",
         )
 
 
@@ -343,7 +357,7 @@ def _load_certificates(file: str) -> Any:
     try:
         return x509.load_pem_x509_certificates(pem)
     except ValueError:
-        raise UsageError(f"{file} holds no certificates in PEM form.") from None
+        raise UsageError(f"{file} holds no certificates in PEM form.", code="CKPT0218") from None
 
 
 def _read_key_file(file: str) -> bytes:

@@ -52,7 +52,8 @@ class Spool(Source):
             except OSError as e:
                 raise NoSpace(
                     f"{self.root}: the plain bytes of {self.name} do not fit ({e.strerror}); choose a larger "
-                    f"{argument('scratch')}."
+                    f"{argument('scratch')}.",
+                    code="CKPT0803",
                 ) from e
         self._end += len(data)
 
@@ -78,7 +79,7 @@ class Spool(Source):
         while got < len(into):
             n = os.preadv(self._fd, [into[got:]], offset + got)
             if not n:
-                raise Corrupt(f"{self.root}/{self.name} ends at byte {offset + got}.")
+                raise Corrupt(f"{self.root}/{self.name} ends at byte {offset + got}.", code="CKPT0425")
             got += n
 
     def identities(self) -> dict[str, Identity]:

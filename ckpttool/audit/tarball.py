@@ -56,13 +56,13 @@ def parse_header(block: bytes, what: str) -> Entry | None:
         Corrupt: it is not a header. Unsafe: it is one that ckpttool does not write.
     """
     if len(block) != BLOCK:
-        raise Corrupt(f"{what}: the tar ends within a header. The copy is incomplete.")
+        raise Corrupt(f"{what}: the tar ends within a header. The copy is incomplete.", code="CKPT0403")
     if not any(block):
         return None
     try:
         info = tarfile.TarInfo.frombuf(block, "utf-8", "strict")
     except (tarfile.HeaderError, ValueError) as e:
-        raise Corrupt(f"{what}: a tar header is damaged ({e}).") from None
+        raise Corrupt(f"{what}: a tar header is damaged ({e}).", code="CKPT0425") from None
     found = Entry(info.name, info.size, int(info.mtime))
     kind = {
         tarfile.SYMTYPE: "a symbolic link",
@@ -74,14 +74,17 @@ def parse_header(block: bytes, what: str) -> Entry | None:
     }.get(info.type)
     if kind or info.type != tarfile.REGTYPE:
         raise Unsafe(
-            f"{what}: member {shorten(info.name)} is {kind or 'no regular file'}; an archive holds only those."
+            f"{what}: member {shorten(info.name)} is {kind or 'no regular file'}; an archive holds only those.",
+            code="CKPT0702",
         )
     try:
         same = make_header(*found) == block
     except (ValueError, UnicodeError):
         same = False
     if found.size < 0 or found.mtime < 0 or not same:
-        raise Unsafe(f"{what}: the header of member {shorten(info.name)} is not one that ckpttool writes.")
+        raise Unsafe(
+            f"{what}: the header of member {shorten(info.name)} is not one that ckpttool writes.", code="CKPT0703"
+        )
     return found
 
 

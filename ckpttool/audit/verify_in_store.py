@@ -74,7 +74,7 @@ def verify(
     by_ledger = deep and against is None and root is None
     try:
         if file is None:
-            raise UsageError(f"{path} is a folder; an archive is a file.")
+            raise UsageError(f"{path} is a folder; an archive is a file.", code="CKPT0221")
         root = None if root is None else _parse_root(root)
         in_store = _InStore.of(source.root, file, in_ledger)
         if by_ledger:
@@ -86,7 +86,7 @@ def verify(
     try:
         if sealed:
             if public_key or certificates or against:
-                raise UsageError(f"{path} is encrypted: give {argument('identities')} to look inside.")
+                raise UsageError(f"{path} is encrypted: give {argument('identities')} to look inside.", code="CKPT0218")
             found = _verify_ciphertext(source, file, root, quick, workers, progress)
         else:
             name = file
@@ -123,7 +123,8 @@ def _refuse_quick_workers(quick: bool, workers: WorkersSpec) -> None:
     if quick and workers is not None:
         raise UsageError(
             f"{argument('workers', workers)}: only structure and signature were asked for, which one process reads. "
-            "Leave one of the two out."
+            "Leave one of the two out.",
+            code="CKPT0204",
         )
 
 
@@ -166,7 +167,8 @@ class _InStore:
             raise UsageError(
                 f"{argument('deep', True)}: "
                 f"{self.unread or f'{self.store} has no ledger with an export of {self.file}'}; give "
-                f"{argument('against')} or {argument('root')}."
+                f"{argument('against')} or {argument('root')}.",
+                code="CKPT0204",
             )
         return str(recorded[self.file].get("merkle_root"))
 
@@ -186,7 +188,7 @@ class _InStore:
         known = {**asdict(found), "signed": found.signature != "none", "signed_by": found.signature}
         match = ledger.match_archive(ledger.latest_records(self.lines), self.file, known)
         if match.state == "differs":
-            raise Differs(f"{found.path}: {match.says}")
+            raise Differs(f"{found.path}: {match.says}", code="CKPT0501")
         found.ledger = match.says
         with remote.open_source(self.store) as folder:
             there = folder.exists(sidecar.hold_name(self.file))
@@ -238,7 +240,8 @@ def _parse_root(text: str) -> str:
     kind, _, digits = text.strip().lower().rpartition(":")
     if kind not in ("", "blake3", "sha256") or not re.fullmatch(r"[0-9a-f]{64}", digits):
         raise UsageError(
-            f"{argument('root')} {text!r}: give the 64 digits of a Merkle root, or sha256: and those of MANIFEST.json."
+            f"{argument('root')} {text!r}: give the 64 digits of a Merkle root, or sha256: and those of MANIFEST.json.",
+            code="CKPT0203",
         )
     return f"{kind}:{digits}" if kind else digits
 
@@ -274,6 +277,6 @@ def _verify_ciphertext(
     out.manifest_sha256, out.created = known.get("manifest_sha256"), known.get("created")
     said_root = out.manifest_sha256 if (root or "").startswith("sha256:") else known.get("merkle_root")
     if root is not None and root.rpartition(":")[2] != said_root:
-        raise Differs(f"{out.path}: the sidecar has {said_root}, not {root}.")
+        raise Differs(f"{out.path}: the sidecar has {said_root}, not {root}.", code="CKPT0501")
     out.against = root
     return out
