@@ -39,7 +39,7 @@ def request_average(
     """
     first, *others = [absolute_path(os.fspath(path)) for path in sources] or [""]
     if not first:
-        raise UsageError("No checkpoint was given.")
+        raise UsageError("No checkpoint was given.", code="CKPT0202")
     scales = None if scale is None else (float(scale),) if isinstance(scale, (int, float)) else tuple(scale)
     request = AverageRequest(
         others=tuple(others),

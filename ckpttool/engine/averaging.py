@@ -144,14 +144,15 @@ def _make_input(opened: OpenCheckpoint, where: str, count: int) -> _Input:
     forget_optimizer(opened)
     tensors = {t.local_name: t for t in ckpt.tensors.values() if t.component == "model"}
     if not tensors:
-        raise Unsupported(f"{where} holds no weights.")
+        raise Unsupported(f"{where} holds no weights.", code="CKPT0317")
     codes = encodings.find_in_checkpoint(ckpt, encodings.read_quantization_config(ckpt, opened.source))
     objects = (n for n, c in composites(ckpt).items() if c.path[0] == "model")
     others = (n for n, t in tensors.items() if t.dtype not in FLOATING and _is_fraction(t.dtype))
     odd = next((n for names in (others, codes.weights, objects) for n in names), None)
     if odd is not None:
         raise Unsupported(
-            f'{where}: "{odd}" holds codes, or numbers of a dtype that has no average. Dequantise the weights first.'
+            f'{where}: "{odd}" holds codes, or numbers of a dtype that has no average. Dequantise the weights first.',
+            code="CKPT0318",
         )
     facts: dict[str, Any] = {
         "name": os.path.basename(where),
@@ -274,7 +275,8 @@ def _refuse_other_models(inputs: list[_Input], last: _Input, names: list[str]) -
             more = f"; and {len(odd) - 3:,} more" if len(odd) > 3 else ""
             raise Unsupported(
                 f"{where} and {mine} are not of one model: {'; '.join(odd[:3])}{more}. Where only dtypes differ, "
-                "convert one of the two to the dtype of the other first; where names do, give it a name map."
+                "convert one of the two to the dtype of the other first; where names do, give it a name map.",
+                code="CKPT0336",
             )
 
 
@@ -296,7 +298,8 @@ def _keep_integers(inputs: list[_Input], last: _Input, ties: Mapping[str, str]) 
             raise Unsupported(
                 f'"{name}" is {t.dtype} {list(t.shape)}, has no average, and is not the same in '
                 f"{other.where} and {last.where}: a mask or an index by which the two are "
-                "different models."
+                "different models.",
+                code="CKPT0336",
             )
     return kept
 
@@ -348,7 +351,8 @@ def _make_average(inputs: list[_Input], name: str, request: AverageRequest) -> C
         if lost:
             raise Unsupported(
                 f'"{name}": {count_noun(lost, "number")} of the result do not fit into {dtype}. The factors are too '
-                "large, or give the checkpoints in float32."
+                "large, or give the checkpoints in float32.",
+                code="CKPT0332",
             )
         return out
 

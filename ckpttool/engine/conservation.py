@@ -183,7 +183,8 @@ class _Faults:
             more = f"; and {len(self.rows) - _SHOWN:,} more" if len(self.rows) > _SHOWN else ""
             raise Differs(
                 f"what {self.layout} would write is not what the source holds: {'; '.join(self.rows[:_SHOWN])}{more}. "
-                "Nothing was written. This is a fault of the layout: please report it."
+                "Nothing was written. This is a fault of the layout: please report it.",
+                code="CKPT0503",
             )
 
 

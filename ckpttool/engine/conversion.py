@@ -434,7 +434,7 @@ def choose_io_budget(max_memory_bytes: int | None, threads: int, source: Source)
         UsageError: `threads` is less than 1, or the buffers would be too small.
     """
     if threads < 1:
-        raise UsageError(f"{argument('threads', threads)}: it must be at least 1.")
+        raise UsageError(f"{argument('threads', threads)}: it must be at least 1.", code="CKPT0203")
     if max_memory_bytes is None:
         return IOBudget(threads)
     buffers = _count_buffers(IOBudget(threads), source)
@@ -443,6 +443,7 @@ def choose_io_budget(max_memory_bytes: int | None, threads: int, source: Source)
     if buffer < 256 << 10:
         need = fixed + buffers * (256 << 10)
         raise UsageError(
-            f"{argument('max_memory_bytes', max_memory_bytes)}: at least {-(-need // 10**6)} MB are needed."
+            f"{argument('max_memory_bytes', max_memory_bytes)}: at least {-(-need // 10**6)} MB are needed.",
+            code="CKPT0203",
         )
     return IOBudget(threads, min(16 << 20, buffer - buffer % 4096))

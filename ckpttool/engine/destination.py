@@ -41,9 +41,11 @@ def normalise_destination(dst: str | os.PathLike[str]) -> str:
     """
     text = os.fspath(dst)
     if text == "-":
-        raise UsageError("A checkpoint cannot be written to standard output. Give the path of a file or folder.")
+        raise UsageError(
+            "A checkpoint cannot be written to standard output. Give the path of a file or folder.", code="CKPT0211"
+        )
     if not text or "\0" in text:
-        raise UsageError(f"{text!r} cannot be a destination. Give the path of the new checkpoint.")
+        raise UsageError(f"{text!r} cannot be a destination. Give the path of the new checkpoint.", code="CKPT0211")
     return urls.lower_scheme(text) if urls.is_url(text) else text
 
 
@@ -119,7 +121,9 @@ def refuse_source(src: CheckpointPath, dst: str | os.PathLike[str]) -> None:
     elif a.startswith(b):
         relation = f"contains the source {src}"
     if relation:
-        raise UsageError(f"The destination {dst} {relation}, which must not change. Choose a destination elsewhere.")
+        raise UsageError(
+            f"The destination {dst} {relation}, which must not change. Choose a destination elsewhere.", code="CKPT0211"
+        )
 
 
 def _refuse_store(url: str) -> None:
@@ -129,9 +133,11 @@ def _refuse_store(url: str) -> None:
         UsageError: with what to use instead.
     """
     if url.startswith("hf://"):
-        raise UsageError(f"{url}: the Hub is written to by `ckpttool push`, which makes one commit of it.")
+        raise UsageError(
+            f"{url}: the Hub is written to by `ckpttool push`, which makes one commit of it.", code="CKPT0211"
+        )
     if url.startswith("http"):
-        raise UsageError(f"{url}: http is for reading only. Write to a folder or to s3:// or gs://.")
+        raise UsageError(f"{url}: http is for reading only. Write to a folder or to s3:// or gs://.", code="CKPT0211")
 
 
 def _refuse_foreign(target: str) -> None:
@@ -162,7 +168,7 @@ def _refuse_foreign(target: str) -> None:
             layouts.detect(there)
             head = source.read(there.file, 0, min(source.size(there.file), 64)) if there.file else b"\0"
             if other_files.is_text(head):
-                raise NotRecognised("a text file, whatever its name says")
+                raise NotRecognised("a text file, whatever its name says", code="CKPT0301")
     except CkpttoolError as e:
         if e.keeps_work:  # it says nothing of what is there
             raise
@@ -171,7 +177,8 @@ def _refuse_foreign(target: str) -> None:
             what = f"a file of {os.path.getsize(target):,} bytes"
         raise DestinationExists(
             f"{urls.redact_url(target)} is {what} and not a checkpoint, so {argument('force', True)} does not replace "
-            "it. Remove it yourself, or choose another destination."
+            "it. Remove it yourself, or choose another destination.",
+            code="CKPT0602",
         ) from None
 
 

@@ -148,7 +148,10 @@ def diff(
     if weights is not None:
         of_each[1] = replace(of_each[1], only=("model",), weights=None)
     if options.source_layout is not None and not any(one.source_layout for one in of_each):
-        raise UsageError(f"{argument('source_layout', options.source_layout)}: neither {a} nor {b} is of this layout.")
+        raise UsageError(
+            f"{argument('source_layout', options.source_layout)}: neither {a} nor {b} is of this layout.",
+            code="CKPT0205",
+        )
     with open_checkpoint(a, of_each[0], check_hints=False) as x, open_checkpoint(b, of_each[1], check_hints=False) as y:
         used = {*x.layout.reader_uses, *y.layout.reader_uses, *(["config"] if map is not None else [])}
         refuse_unused(options, f"{x.layout.name} | {y.layout.name}", used)

@@ -104,17 +104,20 @@ def _refuse_other_run(ckpt: Checkpoint, theirs: Checkpoint, path: str) -> None:
     if theirs.salvage is not None and (theirs.salvage.missing or theirs.salvage.rebuilt):
         raise Unsupported(
             f"{argument('fill_from', path)} is a salvaged copy itself, of which not all tensors are what was "
-            "saved. Give a whole one."
+            "saved. Give a whole one.",
+            code="CKPT0336",
         )
     for name, t in ckpt.tensors.items():
         of = theirs.tensors.get(name)
         if of is not None and of.shape != t.shape:
             raise Unsupported(
                 f'{argument("fill_from", path)} is not from the same run: "{name}" is {list(of.shape)} there and '
-                f"{list(t.shape)} here. Give another step of this run."
+                f"{list(t.shape)} here. Give another step of this run.",
+                code="CKPT0336",
             )
     if not ckpt.tensors.keys() & theirs.tensors.keys():
         raise Unsupported(
             f"{argument('fill_from', path)} is not from the same run: it has no tensor of this checkpoint. Give "
-            "another step of this run."
+            "another step of this run.",
+            code="CKPT0336",
         )

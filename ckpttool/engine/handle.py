@@ -198,7 +198,8 @@ class TensorHandle:
         if self.dtype in NOT_TORCHS:
             raise Unsupported(
                 f'"{self.name}" is {self.dtype}, numbers of six bits, which neither numpy nor torch has: ckpttool '
-                "copies their bytes only."
+                "copies their bytes only.",
+                code="CKPT0332",
             )
 
     def _make_array(self, raw: _Array, shape: tuple[int, ...]) -> _Array:
@@ -216,7 +217,8 @@ class TensorHandle:
         except AttributeError:
             raise Unsupported(
                 f'"{self.name}" is {self.dtype}, which neither numpy nor this ml_dtypes has. Update ml_dtypes, or use '
-                "torch()."
+                "torch().",
+                code="CKPT0332",
             ) from None
         found: _Array = raw.view(dtype).reshape(shape)
         return found

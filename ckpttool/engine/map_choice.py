@@ -95,7 +95,7 @@ def apply_name_map(
         out, files = apply_map(ckpt, source, found, facts)
     except Unsupported as e:
         if asked is None:
-            raise Unsupported(f"{e} {argument('map', NO_MAP)} writes the names as they are.") from None
+            raise Unsupported(f"{e} {argument('map', NO_MAP)} writes the names as they are.", code="CKPT0310") from None
         raise
     check(out)
     out.notes += notes

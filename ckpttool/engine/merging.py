@@ -198,7 +198,7 @@ def _plan_merge(base: OpenCheckpoint, theirs: OpenCheckpoint, request: MergeRequ
         pieces,
     )
     if not changes:
-        raise Unsupported("the adapter changes no tensor of the base model.")
+        raise Unsupported("the adapter changes no tensor of the base model.", code="CKPT0323")
     # weights that are one parameter change together
     tied = _find_tied_groups(base, named, changes, config)
     changes = _add_tied_weights(named, tied, changes)
@@ -237,7 +237,8 @@ def _index_merge(base: OpenCheckpoint, plan: _MergePlan, files: ComputedFiles, u
         if entry.dtype not in FLOATING:
             raise Unsupported(
                 f'"{there}" is {entry.dtype}: the base model is quantised, and a merge into it would be of other '
-                "weights. Give the base model in bf16 or fp32."
+                "weights. Give the base model in bf16 or fp32.",
+                code="CKPT0318",
             )
         weight = (change, entry.dtype, entry.shape, tuple(entry.chunks[:]))
         if weight not in made:
@@ -268,10 +269,11 @@ def _map_base_names(base: OpenCheckpoint, given: bool) -> dict[str, str]:
     if any(p.startswith("lora_") for n in model for p in n.split(".")):
         raise Unsupported(
             f"{base.source.root}, given as the base model, holds an adapter itself. Merge that first: ckpttool adapter "
-            "merge SRC DST."
+            "merge SRC DST.",
+            code="CKPT0321",
         )
     if not model:
-        raise Unsupported(f"{base.source.root} holds no weights to merge an adapter into.")
+        raise Unsupported(f"{base.source.root} holds no weights to merge an adapter into.", code="CKPT0317")
     return model
 
 
@@ -297,37 +299,43 @@ def _choose_adapters(theirs: OpenCheckpoint, request: MergeRequest, given: bool)
         raise Unsupported(
             f"{theirs.location} holds an adapter and weights that it is already merged into, as torchtune saves "
             "them. Write the weights with ckpttool convert, or merge the adapter into the base model that training "
-            f"began with: ckpttool adapter merge BASE {theirs.location} DST."
+            f"began with: ckpttool adapter merge BASE {theirs.location} DST.",
+            code="CKPT0321",
         )
     seen = lora.find_lora(own)
     if not given and seen is not None and seen.alone:
         raise Unsupported(
             f"{theirs.location} holds an adapter only ({seen}), and no base model. Give both: ckpttool adapter "
-            f"merge BASE {theirs.location} DST."
+            f"merge BASE {theirs.location} DST.",
+            code="CKPT0321",
         )
     names: tuple[str | None, ...] = request.names or (None,)
     if request.names == () and seen is not None and len([n for n in seen.names if n]) > 1:
         raise UsageError(
             f"{theirs.location} holds {len(seen.names)} adapters, {', '.join(seen.names)}. Name those to merge, in "
-            f"order: {argument('adapter_name', seen.names[0])}."
+            f"order: {argument('adapter_name', seen.names[0])}.",
+            code="CKPT0208",
         )
     by_chunks = {id(t.chunks): n for n, t in ckpt.tensors.items()}  # whatever renames a tensor keeps them
     out: dict[str, _Adapter] = {}
     for wanted in names:
         if wanted is not None and (seen is None or wanted not in seen.names):
             there = f"its adapters are {', '.join(seen.names)}" if seen and seen.names != ("",) else "none has a name"
-            raise UsageError(f"{argument('adapter_name', wanted)}: {theirs.location} has no such adapter; {there}.")
+            raise UsageError(
+                f"{argument('adapter_name', wanted)}: {theirs.location} has no such adapter; {there}.", code="CKPT0207"
+            )
         several = seen is not None and len(seen.names) > 1
         known = model_files.find_adapter_files(theirs.source, request.config, [], wanted, one_of_several=several)
         config = None if known is None else known[0]
         if config is None and seen is None:
-            raise Unsupported(f"{theirs.location} has no adapter: no tensor has lora_* in its name.")
+            raise Unsupported(f"{theirs.location} has no adapter: no tensor has lora_* in its name.", code="CKPT0321")
         if config is None and request.lora_alpha is None:
             raise model_files.missing_adapter_config(request.config, "adapter_config")
         if config is not None and request.lora_alpha is not None:
             raise UsageError(
                 f"{argument('lora_alpha', request.lora_alpha)}: the adapter has an adapter_config.json, which says "
-                f"{str(config.get('lora_alpha'))[:40]}. Leave the option out."
+                f"{str(config.get('lora_alpha'))[:40]}. Leave the option out.",
+                code="CKPT0205",
             )
         if config is not None:
             lora.refuse_unmergeable(config, base_is_given=given)
@@ -343,7 +351,10 @@ def _choose_adapters(theirs: OpenCheckpoint, request: MergeRequest, given: bool)
                 base_model=None,
             )
         elif request.rslora and not config.get("use_rslora"):
-            raise UsageError(f"{argument('rslora')}: adapter_config.json has use_rslora=false. Leave the option out.")
+            raise UsageError(
+                f"{argument('rslora')}: adapter_config.json has use_rslora=false. Leave the option out.",
+                code="CKPT0205",
+            )
         out[wanted or ""] = _Adapter(theirs, found, stored, config)
     return out
 
@@ -406,11 +417,13 @@ def _add_tied_weights(
         if updates and rows:
             raise Unsupported(
                 f'"{names[0]}" and "{names[1]}" are tied; one has trained tokens and the other one LoRA. Merge it with '
-                "PEFT."
+                "PEFT.",
+                code="CKPT0322",
             )
         if len(updates) > 1 and any(u.magnitude for u in updates):
             raise Unsupported(
-                f'"{names[0]}" and "{names[1]}" are tied, and both have an adapter with DoRA. Merge it with PEFT.'
+                f'"{names[0]}" and "{names[1]}" are tied, and both have an adapter with DoRA. Merge it with PEFT.',
+                code="CKPT0322",
             )
         starts = [change.start for change in here if change.start is not None]
         for n in names if here else ():
@@ -478,7 +491,8 @@ def _find_tied_groups(
             raise Unsupported(
                 f'"{one}" and "{other}" have equal bytes, and the adapter changes '
                 f'"{next(n for n in changed[0] if n in plan)}": whether the two are tied, so that both change, is in '
-                f"the model's config.json, which is not here. Give {argument('config')}."
+                f"the model's config.json, which is not here. Give {argument('config')}.",
+                code="CKPT0312",
             )
         text = model.get("text_config")
         inner = text.get("tie_word_embeddings") if isinstance(text, dict) else None

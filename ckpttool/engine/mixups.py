@@ -92,7 +92,8 @@ def refuse_equal_ranks(ckpt: Checkpoint, source: Source) -> None:
                 f"{ckpt.root}: {ckpt.files[a]} of rank {ckpt.ranks[a]} and {ckpt.files[b]} of rank {ckpt.ranks[b]} "
                 f'hold the same numbers, those of "{proof}" among them, although every rank has a part of its own. One '
                 "file was copied over the other; fetch both again. If the two ranks really are equal, use "
-                f"{argument('allow_equal_ranks', True)}."
+                f"{argument('allow_equal_ranks', True)}.",
+                code="CKPT0410",
             )
 
 
@@ -122,14 +123,16 @@ def refuse_other_files(ckpt: Checkpoint, source: Source) -> None:
             raise Corrupt(
                 f"{ckpt.root}: {ckpt.files[one]} holds the same numbers as {ckpt.files[other]}, under other names: "
                 f'those of "{next(iter(named[one].values()))[0][0]}" are among them. One file was copied over the '
-                f"other; fetch both again. If they really are equal, use {argument('allow_equal_ranks', True)}."
+                f"other; fetch both again. If they really are equal, use {argument('allow_equal_ranks', True)}.",
+                code="CKPT0410",
             )
     for file in sorted(longer):
         n, size = ckpt.tails[file], ckpt.sizes[file]
         raise Corrupt(
             f"{ckpt.root}: {ckpt.files[file]} has {size:,} bytes, and the last item that .metadata names ends at "
             f"{size - n:,}. No writer leaves bytes behind it, so the file is another one's, or of another save; fetch "
-            f"it again. If your writer does, use {argument('allow_equal_ranks', True)}."
+            f"it again. If your writer does, use {argument('allow_equal_ranks', True)}.",
+            code="CKPT0409",
         )
 
 
@@ -294,7 +297,8 @@ def refuse_other_weights(ckpt: Checkpoint) -> None:
     if rows := find_other_weights(ckpt):
         raise Corrupt(
             f"{ckpt.root}: {explain_other_weights(ckpt, rows)}. To keep those of one rank, use "
-            f"{argument('allow_mixed_steps', True)}."
+            f"{argument('allow_mixed_steps', True)}.",
+            code="CKPT0409",
         )
 
 
@@ -403,7 +407,8 @@ def refuse_mixed_steps(ckpt: Checkpoint, source: Source) -> None:
             raise Corrupt(
                 f"{ckpt.root}: {text}, and no file holds two different steps. The files are from different saves; "
                 "fetch those of one. If the parameters in one file were really trained for fewer steps, use "
-                f"{argument('allow_mixed_steps', True)}."
+                f"{argument('allow_mixed_steps', True)}.",
+                code="CKPT0409",
             )
     if text:
         ckpt.notes.append(f"{text}: it was trained for fewer steps, or the file is from another save")

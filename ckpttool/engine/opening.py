@@ -141,7 +141,8 @@ class OpenCheckpoint:
                 raise Corrupt(
                     f'{ckpt.root}: "{n}" is {t.dtype} {list(t.shape)}, but {RECORD} lists it as {dtype} {list(shape)}: '
                     "it was changed after the record was written. Take another copy. If it was on purpose, use "
-                    f"{argument('ignore_recorded_digests', True)}, or remove {RECORD}."
+                    f"{argument('ignore_recorded_digests', True)}, or remove {RECORD}.",
+                    code="CKPT0414",
                 )
         if new := [
             n for n in ckpt.tensors if n not in expected and n not in {*found.added, *found.tied, *found.salvage}
@@ -168,7 +169,8 @@ class OpenCheckpoint:
                 raise Corrupt(
                     f'{ckpt.root}: the value "{name}" {what} when {RECORD} was written. It was damaged or changed '
                     "afterwards. Take another copy. If it was changed on purpose, use "
-                    f"{argument('ignore_recorded_digests', True)}, or remove {RECORD}."
+                    f"{argument('ignore_recorded_digests', True)}, or remove {RECORD}.",
+                    code="CKPT0414",
                 )
 
     def locate(self) -> Checkpoint:
@@ -419,7 +421,8 @@ def open_checkpoint(
         if folder and where.source.is_remote and UNFINISHED in where.source.list():
             raise Corrupt(
                 f"{where.source.root}: a conversion to this place was interrupted while its files became visible. Run "
-                "it again, or remove what is there."
+                "it again, or remove what is there.",
+                code="CKPT0420",
             )
         # its layout
         found = layouts.find(options.source_layout) if options.source_layout else detection.detect(where)
@@ -618,7 +621,10 @@ def refuse_unused(options: OpenOptions, here: str, used: Iterable[str]) -> list[
         writers = [x.name for x in known if name in x.writer_uses and x.write is not None]
         uses = [f"to {verb} {', '.join(rows)}" for verb, rows in (("read", readers), ("write", writers)) if rows]
         uses = [f"to read or write {', '.join(readers)}"] if readers == writers else uses
-        raise UsageError(f"{argument(name)} does not apply to {here}; it is used {' and '.join(uses)}. Leave it out.")
+        raise UsageError(
+            f"{argument(name)} does not apply to {here}; it is used {' and '.join(uses)}. Leave it out.",
+            code="CKPT0205",
+        )
     return notes
 
 
@@ -702,7 +708,9 @@ def _keep_components(ckpt: Checkpoint, only: Iterable[str]) -> Checkpoint:
     have = {ckpt.component(n) for n in [*ckpt.tensors, *ckpt.values]}
     missing = [w for w in wanted if w not in have]
     if missing:
-        raise UsageError(f"{argument('only', missing)}: the checkpoint holds {', '.join(sorted(have))}.")
+        raise UsageError(
+            f"{argument('only', missing)}: the checkpoint holds {', '.join(sorted(have))}.", code="CKPT0207"
+        )
     out = ckpt.only(wanted)
     masters = [t for t in ckpt.tensors.values() if t.path[:2] == ("extra", "master")]
     if masters and "optim" in wanted and "extra" not in wanted:

@@ -151,7 +151,7 @@ def plan_conversion(
         _note_unused(opened, reading, writing, target)
         aside = unread_files.lost(opened.checkpoint, holds, opened.only)
         if aside and not drop:
-            raise Unsupported(_explain_unread(opened, target, aside))
+            raise Unsupported(_explain_unread(opened, target, aside), code="CKPT0314")
         of_ranks = mixups.list_left_out(opened.checkpoint)
         # the state as it was asked for, and then as the layout keeps it
         account = Account()
@@ -348,7 +348,8 @@ def _refuse_patterns(cast: Iterable[str], names: list[str]) -> None:
     for pattern in cast:
         if not fnmatch.filter(names, pattern):
             raise UsageError(
-                f"{argument('cast')} {pattern!r}: no tensor has such a name. The first name is {names[0]}."
+                f"{argument('cast')} {pattern!r}: no tensor has such a name. The first name is {names[0]}.",
+                code="CKPT0207",
             )
 
 
@@ -361,21 +362,25 @@ def _refuse_request(target: layouts.Layout, writing: WriteRequest) -> None:
     """
     if target.write is None:
         raise Unsupported(
-            f"ckpttool reads {target.name}, but does not write it. Choose one of: {', '.join(layouts.writable())}."
+            f"ckpttool reads {target.name}, but does not write it. Choose one of: {', '.join(layouts.writable())}.",
+            code="CKPT0315",
         )
     if writing.options is not None and type(writing.options) is not target.options:
         kind, wanted = type(writing.options).__name__, target.options.__name__ if target.options else "no options"
-        raise UsageError(f"options={kind}(...) does not apply to {target.name}, which takes {wanted}.")
+        raise UsageError(f"options={kind}(...) does not apply to {target.name}, which takes {wanted}.", code="CKPT0205")
     if writing.canonical_keys and not target.own_keys:
         keep = ", ".join(x.name for x in layouts.layouts().values() if x.own_keys)
-        raise UsageError(f"{argument('canonical_keys')} applies to {keep}; {target.name} has keys of its own.")
+        raise UsageError(
+            f"{argument('canonical_keys')} applies to {keep}; {target.name} has keys of its own.", code="CKPT0205"
+        )
     if writing.quantize is not None:
         refuse_scheme(writing.quantize)
         if target.name != HUB_LAYOUT or target.is_file:
             what = "one file, without the config.json that says what its codes are" if target.is_file else target.name
             raise Unsupported(
                 f"{argument('quantize', writing.quantize)} goes with a folder in hf, which from_pretrained and serving "
-                f"programs load. The destination is {what}: write a folder, or leave it out."
+                f"programs load. The destination is {what}: write a folder, or leave it out.",
+                code="CKPT0334",
             )
     if writing.world_size is not None:
         _refuse_world_size(target, writing.world_size)
@@ -447,7 +452,8 @@ def _change_state(
         if said := next(filter(None, (codes.describe(f"model.{n}") for n in vocabulary_of(ckpt))), ""):
             raise Unsupported(
                 f"{argument('vocab_size', writing.vocab_size)}: {said}, with scales for the rows that there are. "
-                f"{argument('dequantize', ['*'])} makes numbers of them."
+                f"{argument('dequantize', ['*'])} makes numbers of them.",
+                code="CKPT0318",
             )
         before_cut = ckpt
         ckpt, source = resize_vocabulary((ckpt, source), writing.vocab_size)
@@ -482,14 +488,16 @@ def _check_optimizer(ckpt: Checkpoint, target: layouts.Layout, drop: bool) -> No
     if numbered and not drop and by_name and any(t.path[0] == "model" for t in ckpt.tensors.values()):
         raise Unsupported(
             f"{target.name} needs the names of the parameters: {numbered} {argument('drop', True)} keeps the state "
-            "under its numbers, as data that no job looks at; full keeps it as it is."
+            "under its numbers, as data that no job looks at; full keeps it as it is.",
+            code="CKPT0308",
         )
     if target.needs_named_optimizer and unnamed:
         raise Unsupported(
             f"{target.name} needs the optimizer under the names of the weights, and {len(unnamed)} of its tensors have "
             f'names of its own, first "{unnamed[0]}". {argument("only", ["model"])} converts the weights alone, '
             f"{argument('drop', True)} keeps those tensors as data that no engine looks at; dcp and full carry "
-            "everything."
+            "everything.",
+            code="CKPT0330",
         )
     if odd := orphaned_optimizer_state(ckpt):
         ckpt.notes.append(
@@ -520,7 +528,8 @@ def _refuse_odd_optimizer(ckpt: Checkpoint) -> None:
     if odd:
         raise Unsupported(
             f"{odd}, so no engine and no trainer loads it. {argument('only', ['model'])} converts the weights alone; "
-            "dcp and full keep it."
+            "dcp and full keep it.",
+            code="CKPT0330",
         )
 
 
@@ -539,13 +548,14 @@ def _refuse_loss(opened: OpenCheckpoint, draft: Draft, target: layouts.Layout, h
         and opened.checkpoint.derived is None
         and (not holds or any(d.name.partition(".")[0] in holds for d in behind))
     ):
-        raise Unsupported(_explain_training_state(behind))
+        raise Unsupported(_explain_training_state(behind), code="CKPT0313")
     lost = [d for d in draft.dropped if not holds or d.name.partition(".")[0] in holds]
     if lost:
         count = len(opened.checkpoint.tensors) + len(opened.checkpoint.values)
         raise Unsupported(
             f'{target.name} cannot hold {len(lost)} of the {count} entries, first "{lost[0].name}" ({lost[0].why}). '
-            f"Use {argument('drop', True)} to go on without them, or another layout."
+            f"Use {argument('drop', True)} to go on without them, or another layout.",
+            code="CKPT0313",
         )
 
 
@@ -593,12 +603,14 @@ def _regroup_optimizer(ckpt: Checkpoint, like: layouts.ReferenceModel | None) ->
         has = "no checkpoint was given" if like is None else "its param groups do not list names of parameters"
         raise UsageError(
             f"{argument('regroup', True)} takes the param groups of the checkpoint that {argument('like')} names: "
-            f"{has}."
+            f"{has}.",
+            code="CKPT0204",
         )
     if names_by_group(ckpt) is None:
         raise Unsupported(
             f"{argument('regroup', True)}: {ckpt.root} has no param groups that list names of parameters, so nothing "
-            "says which state belongs where."
+            "says which state belongs where.",
+            code="CKPT0308",
         )
     out, gone, notes = regroup(ckpt, like.groups)
     nbytes = {n: ckpt.tensors[n].nbytes if n in ckpt.tensors else 0 for n in gone}
@@ -628,7 +640,8 @@ def _refuse_world_size(target: layouts.Layout, world_size: int) -> None:
         per_rank = [x.name for x in layouts.layouts().values() if x.write is not None and "world_size" in x.writer_uses]
         raise UsageError(
             f"{argument('world_size', world_size)} does not apply to {target.name}, {why}. Leave it out, or choose one "
-            f"of: {', '.join(per_rank)}."
+            f"of: {', '.join(per_rank)}.",
+            code="CKPT0205",
         )
 
 
@@ -649,7 +662,8 @@ def _refuse_dtype(dtype: str | None, found: Encodings) -> None:
         f"{argument('dtype', dtype)}: {'; '.join(what)}. A cast would round codes and scales and multiply nothing, and "
         f"make a model of other weights. Without {argument('dtype')}, codes and scales are copied bit for bit; "
         f"{argument('dequantize', ['*'])} makes weights in {dtype} of them. "
-        f"{argument('cast')} changes tensors that are no codes."
+        f"{argument('cast')} changes tensors that are no codes.",
+        code="CKPT0318",
     )
 
 
@@ -665,12 +679,15 @@ def _refuse_casts(draft: Draft, target: layouts.Layout, codes: Encodings) -> Non
         if of is not None and of.dtype != t.dtype and (said := codes.describe(joined(of.path))):
             raise Unsupported(
                 f"{said}, and {target.name} keeps it as {t.dtype}: its engine trains numbers, not codes. "
-                f"{encodings.advise_dequantizing()}"
+                f"{encodings.advise_dequantizing()}",
+                code="CKPT0318",
             )
         if of is not None and of.dtype != t.dtype and "float4_e2m1fn_x2" in (of.dtype, t.dtype):
             raise Unsupported(
                 f'"{joined(of.path)}" is {of.dtype}, two numbers in a byte, and the destination keeps it as {t.dtype}. '
-                "ckpttool moves such tensors, it does not convert them. Choose a layout that keeps dtypes, such as dcp."
+                "ckpttool moves such tensors, it does not convert them. Choose a layout that keeps dtypes, such "
+                "as dcp.",
+                code="CKPT0332",
             )
 
 
@@ -693,7 +710,8 @@ def _refuse_file_names(draft: Draft) -> None:
             continue
         raise Unsupported(
             f"this layout would write a file {problem}. The name is that of an entry of the state: rename it, or write "
-            "another layout."
+            "another layout.",
+            code="CKPT0316",
         )
 
 
@@ -707,7 +725,8 @@ def _refuse_dtypes(target: layouts.Layout, ckpt: Checkpoint) -> None:
     if name is not None:
         raise Unsupported(
             f'"{name}" is {ckpt.tensors[name].dtype}, numbers of six bits, which torch has no dtype for, and '
-            f"{target.name} is read by torch. hf and audit keep its bytes as they are."
+            f"{target.name} is read by torch. hf and audit keep its bytes as they are.",
+            code="CKPT0332",
         )
 
 
@@ -732,7 +751,8 @@ def _refuse_subclasses(target: layouts.Layout, objects: Mapping[str, Composite])
         ]
     raise Unsupported(
         f'"{name}" is a {class_label(first.about)} of {list(first.shape)}, made of {", ".join(first.tensors)}; the '
-        f"checkpoint has {len(objects):,} such tensors, and {target.name} has only plain ones. {'; '.join(ways)}."
+        f"checkpoint has {len(objects):,} such tensors, and {target.name} has only plain ones. {'; '.join(ways)}.",
+        code="CKPT0319",
     )
 
 
@@ -773,14 +793,16 @@ def choose_dtype(
             if any(fnmatch.fnmatchcase(name, pattern) for pattern, _ in rules):
                 raise Unsupported(
                     f'{argument("cast")}: "{name}" is a part of the quantised tensor "{inside[name]}", whose numbers '
-                    "only mean something together. Leave it out of the pattern."
+                    "only mean something together. Leave it out of the pattern.",
+                    code="CKPT0318",
                 )
             return stored
         if said := codes.describe(name):
             if any(fnmatch.fnmatchcase(name, pattern) and to != stored for pattern, to in rules):
                 raise Unsupported(
                     f"{argument('cast')}: {said}. A cast would change the codes or their scales, and not give the "
-                    f"numbers of the weight. Leave it out of the pattern, or add {argument('dequantize', ['*'])}."
+                    f"numbers of the weight. Leave it out of the pattern, or add {argument('dequantize', ['*'])}.",
+                    code="CKPT0318",
                 )
             return stored
         if "float" not in stored and stored not in PACKED:
@@ -793,7 +815,8 @@ def choose_dtype(
             raise Unsupported(
                 f'{argument("cast")} and {argument("dtype")}: "{name}" is {stored}, {PACKED[stored]} numbers in '
                 f"{ITEMSIZE[stored]} bytes, which ckpttool copies and does not cast. Cast other tensors by name: "
-                f"{argument('cast', {'PATTERN': 'DTYPE'})}."
+                f"{argument('cast', {'PATTERN': 'DTYPE'})}.",
+                code="CKPT0332",
             )
         return out
 

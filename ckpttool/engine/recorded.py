@@ -147,7 +147,8 @@ def explain_missing(ckpt: Checkpoint, names: list[str], total: int) -> Corrupt:
     return Corrupt(
         f'{ckpt.root}: {len(names)} of the {total} tensors that {RECORD} lists are not there, first "{names[0]}": '
         "files were removed or replaced after it was written. Take another copy. If it was on purpose, use "
-        f"{hint}{argument('ignore_recorded_digests', True)}, or remove {RECORD}."
+        f"{hint}{argument('ignore_recorded_digests', True)}, or remove {RECORD}.",
+        code="CKPT0414",
     )
 
 
@@ -159,7 +160,9 @@ def explain_other_digests(ckpt: Checkpoint, names: list[str], total: int) -> Cor
     return Corrupt(
         f"{ckpt.root}: {len(names)} of {total} tensors do not have the digest that was recorded for them, first "
         f'"{names[0]}"{where}. They were damaged or changed after the record was written. Take another copy. If they '
-        f"were changed on purpose, use {argument('ignore_recorded_digests', True)}, or remove the {RECORD} beside them."
+        f"were changed on purpose, use {argument('ignore_recorded_digests', True)}, or remove the "
+        f"{RECORD} beside them.",
+        code="CKPT0414",
     )
 
 

@@ -194,7 +194,8 @@ def _walk_files(source: Source) -> Iterator[str]:
             seen += 1
             if seen > _MOST_FILES:
                 raise Unsupported(
-                    f"{source.root} holds more than {_MOST_FILES:,} files; give the folder of one checkpoint."
+                    f"{source.root} holds more than {_MOST_FILES:,} files; give the folder of one checkpoint.",
+                    code="CKPT0303",
                 )
             if source.glance(name)[0]:
                 if depth < 3:
@@ -380,7 +381,9 @@ def leave_out_lost(ckpt: Checkpoint, source: PatchedSource, found: Iterable[Prob
             salvage.problems += [f"{file} is missing"] if f"{file} is missing" not in salvage.problems else []
     _restore_tied(tensors, salvage, ckpt, source)
     if not tensors:
-        raise Corrupt(f"{ckpt.root}: no tensor of it is whole, so nothing can be salvaged. Take another copy.")
+        raise Corrupt(
+            f"{ckpt.root}: no tensor of it is whole, so nothing can be salvaged. Take another copy.", code="CKPT0427"
+        )
     records = [
         r for r in ckpt.records if (p := patches[r.extent.file]) is None or p.has(r.extent.offset, r.extent.length)
     ]

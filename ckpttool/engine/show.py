@@ -103,10 +103,12 @@ def _read_index(handle: TensorHandle, index: str) -> Any:
     try:
         parsed = tuple(_parse_part(part.strip()) for part in index[1:-1].split(",") if part.strip()) or (...,)
         if prod(parse_index(parsed, handle.shape, handle.name)[1]) > _MOST:
-            raise UsageError(f'"{handle.name}{index}" selects more than {_MOST:,} numbers. Select fewer.')
+            raise UsageError(
+                f'"{handle.name}{index}" selects more than {_MOST:,} numbers. Select fewer.', code="CKPT0203"
+            )
         return handle[parsed]
     except (IndexError, ValueError) as e:
-        raise UsageError(f'"{handle.name}{index}": {e} Its shape is {list(handle.shape)}.') from None
+        raise UsageError(f'"{handle.name}{index}": {e} Its shape is {list(handle.shape)}.', code="CKPT0203") from None
 
 
 def _parse_part(text: str) -> Any:

@@ -94,7 +94,9 @@ class Statistics(Shown):
             UsageError: there is no such column.
         """
         if column not in COLUMNS:
-            raise UsageError(f"{argument('sort', column)}: there is no such column. There are {', '.join(COLUMNS)}.")
+            raise UsageError(
+                f"{argument('sort', column)}: there is no such column. There are {', '.join(COLUMNS)}.", code="CKPT0203"
+            )
         if column in ("name", "dtype"):
             rows = sorted(self.rows, key=lambda row: str(row.cell(column)))
         else:

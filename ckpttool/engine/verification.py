@@ -186,13 +186,15 @@ def verify(
             raise Corrupt(
                 f"{out.path}: {damaged[0].name} {damaged[0].what.rstrip('.')}"
                 + (f"; and {len(damaged) - 1:,} more such files" if len(damaged) > 1 else "")
-                + ". The index of everything else is sound."
+                + ". The index of everything else is sound.",
+                code="CKPT0405",
             )
         if not read_data and against is None:
             if workers is not None:
                 raise UsageError(
                     f"{argument('workers', workers)}: only the structure was asked for, which one process reads. Give "
-                    f"{argument('read_data', True)} too, or leave it out."
+                    f"{argument('read_data', True)} too, or leave it out.",
+                    code="CKPT0204",
                 )
             return out
         found = _read_data(opened, path, options, workers, progress, out)
@@ -345,7 +347,10 @@ def _verify_numbers(opened: OpenCheckpoint, averages: Averages, progress: Progre
     if odd := masters.find_differing_masters(ckpt, opened.source, progress):
         texts.append(masters.describe_differences(ckpt, odd))
     if texts and not opened.allow_mixed_steps:
-        raise Corrupt(f"{out.path}: {'. '.join(texts)}. To pass over it, use {argument('allow_mixed_steps', True)}.")
+        raise Corrupt(
+            f"{out.path}: {'. '.join(texts)}. To pass over it, use {argument('allow_mixed_steps', True)}.",
+            code="CKPT0415",
+        )
     out.numbers = "contradict" if texts else "ok"
     out.notes += texts
 
@@ -403,7 +408,8 @@ def _refuse_differences(mine: Mapping[str, object], theirs: Mapping[str, object]
         first = (wrong or missing or extra)[0]
         raise Differs(
             f"not equal to {what}: {len(wrong)} tensors or values are others, {len(missing)} are missing, {len(extra)} "
-            f'are new; first "{first}". `ckpttool diff` shows how.'
+            f'are new; first "{first}". `ckpttool diff` shows how.',
+            code="CKPT0501",
         )
 
 
@@ -556,7 +562,7 @@ def read_back(
             found = digest_with_workers(back, path, options, workers, progress, "verify", budget)
             values = find_other_values(back.checkpoint, back.of_layout, draft, found)
     except Unreadable as e:  # what was written there would fail the next run too
-        raise Corrupt(f"the destination cannot be read back: {e}") from e
+        raise Corrupt(f"the destination cannot be read back: {e}", code="CKPT0421") from e
     inside = digests_in_values(draft.checkpoint.values)
     gone = {d.name for d in draft.dropped}  # a reader may find something else under their names
     digests = digests | {n: d for n, d in inside.items() if n in found and n not in gone}
@@ -574,5 +580,6 @@ def read_back(
         raise Differs(
             f"the destination, read back, differs from the source: {len(wrong)} tensors have other bytes, "
             f"{len(missing)} are missing, {len(extra)} are new, {len(values)} values differ; first {first}. {left} "
-            f"{cause}"
+            f"{cause}",
+            code="CKPT0503",
         )

@@ -120,7 +120,8 @@ def _explain_no_set(
     said, root = argument("weights", key), opened.location
     if len(keys) > 1:
         return UsageError(
-            f"{said}: {root} has {len(keys)} sets of weights of such a name: {', '.join(keys)}. Name one."
+            f"{said}: {root} has {len(keys)} sets of weights of such a name: {', '.join(keys)}. Name one.",
+            code="CKPT0208",
         )
     partial = match_key(key, [k for k, s in sets.items() if not s.is_whole])
     if partial:
@@ -140,13 +141,14 @@ def _explain_no_set(
         ]
         return Unsupported(
             f'{said}: "{found.key}" holds {count_noun(len(found.tensors), "tensor")} with names of the model, but not '
-            f"the whole of it: {'; '.join(what)}. A model of two sets of weights would be neither of them."
+            f"the whole of it: {'; '.join(what)}. A model of two sets of weights would be neither of them.",
+            code="CKPT0335",
         )
     have = [k for k, s in sets.items() if s.is_whole]
     have += list(_FREE)[:1] if is_schedule_free(opened.checkpoint) else []
     have += list(find_averages_beside(opened.checkpoint))
     there = f"it holds {', '.join(have)}" if have else "it holds no weights besides those of the model"
-    return UsageError(f"{said}: {root} has no set of weights of such a name; {there}.")
+    return UsageError(f"{said}: {root} has no set of weights of such a name; {there}.", code="CKPT0207")
 
 
 def _export(opened: OpenCheckpoint, chosen: WeightSet, note: str = "") -> ChosenWeights:
@@ -162,7 +164,8 @@ def _export(opened: OpenCheckpoint, chosen: WeightSet, note: str = "") -> Chosen
     if codes := next((n for n, c in composites(ckpt).items() if c.path[0] == "model"), None):
         raise Unsupported(
             f'{argument("weights", chosen.key)}: "{codes}" is a quantised tensor, and whether the codes of the two fit '
-            "is not known. Convert the checkpoint as it is, and take the weights with the program that quantised them."
+            "is not known. Convert the checkpoint as it is, and take the weights with the program that quantised them.",
+            code="CKPT0318",
         )
     model = {t.local_name: t for t in ckpt.tensors.values() if t.component == "model"}
     tensors, of_model = dict(chosen.tensors), list(chosen.of_model)
@@ -276,7 +279,8 @@ def _find_beside(opened: OpenCheckpoint, key: str) -> str | None:
     if len(found) > 1:
         raise UsageError(
             f"{argument('weights', key)}: {len(found)} files beside the checkpoint have such a name: "
-            f"{', '.join(found)}. Name one."
+            f"{', '.join(found)}. Name one.",
+            code="CKPT0208",
         )
     return found[0] if found else None
 
@@ -337,7 +341,9 @@ def _choose_schedule_free(opened: OpenCheckpoint, which: str) -> ChosenWeights:
         of = free.get(t.local_name)
         place = (t.dtype, t.shape, tuple(t.chunks[:]))
         if of is not None and (of.z.shape, of.z.dtype) != (t.shape, t.dtype):
-            raise Corrupt(f'"{name}" is {t.dtype} {list(t.shape)}, and its z {of.z.dtype} {list(of.z.shape)}.')
+            raise Corrupt(
+                f'"{name}" is {t.dtype} {list(t.shape)}, and its z {of.z.dtype} {list(of.z.shape)}.', code="CKPT0417"
+            )
         if of is None and place in same:
             tensors[name] = replace(same[place], path=t.path)
         elif of is None or which == ("y" if of.train_mode else "x"):
@@ -346,7 +352,9 @@ def _choose_schedule_free(opened: OpenCheckpoint, which: str) -> ChosenWeights:
             tensors[name], kept[name] = replace(of.z, path=t.path), joined(of.z.path)
         else:
             if t.dtype not in ("float32", "bfloat16", "float16"):
-                raise Unsupported(f'"{name}" is {t.dtype}: schedule-free-{which} is computed of fp32, bf16 and fp16.')
+                raise Unsupported(
+                    f'"{name}" is {t.dtype}: schedule-free-{which} is computed of fp32, bf16 and fp16.', code="CKPT0335"
+                )
             weight = 1 - 1 / of.beta if which == "x" else 1 - of.beta
             lerp, page = _make_lerp(reader, t, of.z, weight), choose_page([t, of.z])
             file = computed.add(f"{name} (schedule-free-{which})", t.dtype, t.shape, lerp, page)

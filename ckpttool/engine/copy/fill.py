@@ -227,7 +227,8 @@ class Scatter:
             if self.averages.add(name, tensors[name].dtype, block.first, block.data):
                 raise Corrupt(
                     f"{describe_negative(self.averages.found, sources)}, or use {argument('allow_mixed_steps', True)} "
-                    "to copy it as it is."
+                    "to copy it as it is.",
+                    code="CKPT0415",
                 )
             if block.last:
                 self.digests[name] = hasher.hexdigest()

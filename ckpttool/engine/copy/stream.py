@@ -432,7 +432,8 @@ class Reader:
         return Corrupt(
             f"{name}: bytes {record.extent.offset}..{record.extent.offset + record.extent.length} have CRC32 "
             f"{crc:08x}, the file itself says {record.crc32:08x}. They were damaged after they were written; "
-            "fetch the file again or take another copy."
+            "fetch the file again or take another copy.",
+            code="CKPT0405",
         )
 
     def _read_raw(

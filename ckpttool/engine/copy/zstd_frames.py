@@ -59,9 +59,9 @@ class ZstdDecoder:
             try:
                 k = self.stream.readinto(into[got:])
             except self.error as e:
-                raise Corrupt(f"{self.what}: the zstd frame is damaged ({e}).") from None
+                raise Corrupt(f"{self.what}: the zstd frame is damaged ({e}).", code="CKPT0405") from None
             if not k:
-                raise Corrupt(f"{self.what}: the zstd frame ends too early.")
+                raise Corrupt(f"{self.what}: the zstd frame ends too early.", code="CKPT0405")
             got += k
         self.crc = crc32(into, self.crc)
         return into
@@ -74,7 +74,10 @@ class ZstdDecoder:
         """
         self.stream.close()  # type: ignore[no-untyped-call]
         if self.want is not None and self.crc != self.want:
-            raise Corrupt(f"{self.what}: the bytes have CRC32 {self.crc:08x}, the file itself says {self.want:08x}.")
+            raise Corrupt(
+                f"{self.what}: the bytes have CRC32 {self.crc:08x}, the file itself says {self.want:08x}.",
+                code="CKPT0405",
+            )
 
 
 def decompress_ends(
@@ -98,10 +101,13 @@ def decompress_ends(
         while piece := stream.read(1 << 20):
             total += len(piece)
             if total > most:
-                raise Unsafe(f"{what}: the zstd frame decompresses to more than {most} bytes, which its tensor needs.")
+                raise Unsafe(
+                    f"{what}: the zstd frame decompresses to more than {most} bytes, which its tensor needs.",
+                    code="CKPT0704",
+                )
             if len(head) < 65536:
                 head += piece[: 65536 - len(head)]
             tail = (tail + piece)[-65536:]
     except zstandard.ZstdError as e:
-        raise Corrupt(f"{what}: the zstd frame is damaged ({e}).") from None
+        raise Corrupt(f"{what}: the zstd frame is damaged ({e}).", code="CKPT0405") from None
     return head, tail, total

@@ -143,7 +143,7 @@ def detect(where: Place) -> Layout:
         if not found.checkpoints:
             if (closed := _find_closed_folder(where.source)) is not None:
                 raise NotPermitted(
-                    f"{closed} cannot be listed: Permission denied. What it holds is not known."
+                    f"{closed} cannot be listed: Permission denied. What it holds is not known.", code="CKPT1401"
                 ) from None
             _refuse_foreign(where.source, None)
             raise
@@ -161,6 +161,7 @@ def detect(where: Place) -> Layout:
             error = NotRecognised(
                 f"{found.path} is not a checkpoint itself; {_count(found)} below it. Give the path of one.{hint}",
                 listing=str(found),
+                code="CKPT0303",
             )
         error.below = found
         raise error from None
@@ -177,7 +178,8 @@ def _stray_files_error(source: Source, found: Checkpoints) -> NotRecognised:
     files = [n for n in source.list() if n.endswith(".safetensors")]
     error = NotRecognised(
         f"{_shown(source, '')} holds safetensors files without a config.json, first {files[0]}, and {_count(found)} "
-        f"below it. Give the path of one:\n{found}"
+        f"below it. Give the path of one:\n{found}",
+        code="CKPT0303",
     )
     error.below = found
     return error
@@ -282,7 +284,8 @@ def _refuse_piece(source: Source, name: str) -> None:
         why = dcp.detect(Place(source, None))[1]
         raise NotRecognised(
             f"{_shown(source, name)} is one file of a {dcp.name} checkpoint, and its folder cannot be read either: "
-            f"{why}."
+            f"{why}.",
+            code="CKPT0303",
         )
 
 
@@ -309,7 +312,9 @@ def _piece_error(where: Place, folder: str, layout: Layout) -> NotRecognised:
     """Return the error for a file or a folder that is one piece of the checkpoint at the path `folder`."""
     path = _shown(where.source, where.file or "")
     kind = "file" if where.file else "folder"
-    return NotRecognised(f"{path} is one {kind} of the {layout.name} checkpoint {folder}; give that folder.")
+    return NotRecognised(
+        f"{path} is one {kind} of the {layout.name} checkpoint {folder}; give that folder.", code="CKPT0303"
+    )
 
 
 def _shown(source: Source, name: str) -> str:
@@ -617,7 +622,8 @@ def latest(path: str | os.PathLike[str]) -> tuple[str, str]:
     where = layouts.place(path)
     if where.file is not None:
         raise UsageError(
-            f"{argument('latest', True)} asks for a folder of checkpoints; {os.fspath(path)} is a file. Leave it out."
+            f"{argument('latest', True)} asks for a folder of checkpoints; {os.fspath(path)} is a file. Leave it out.",
+            code="CKPT0205",
         )
     with where.source as source:
         itself = _first_match(Place(source, None), layouts.layouts().values())
@@ -635,10 +641,12 @@ def latest(path: str | os.PathLike[str]) -> tuple[str, str]:
             f"Several runs lie below {found.path}, so that none of their checkpoints is the newest. Give the folder of "
             "one:",
             listing=str(found),
+            code="CKPT0304",
         )
     if found.checkpoints:
         raise NotRecognised(
             f"No checkpoint below {found.path} is complete and newer than the others. Give the path of one:",
             listing=str(found),
+            code="CKPT0304",
         )
-    raise NotRecognised(f"No checkpoint is in {found.path} or in its folders, two levels down.")
+    raise NotRecognised(f"No checkpoint is in {found.path} or in its folders, two levels down.", code="CKPT0304")

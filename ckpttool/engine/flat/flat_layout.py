@@ -358,7 +358,8 @@ def find_fitting_layout(
             )
             raise Unsupported(
                 f'the flat parameter of module "{module}" fits when {ways} is left out as tied to another; which one, '
-                f"the files do not tell. Give {argument('flat_layout')} (ckpttool.describe_fsdp1 in the job)."
+                f"the files do not tell. Give {argument('flat_layout')} (ckpttool.describe_fsdp1 in the job).",
+                code="CKPT0309",
             )
         if found:
             return next(iter(found.values()))
@@ -442,7 +443,8 @@ def parse_json(data: bytes, what: str) -> FlatLayout:
     except (KeyError, TypeError, ValueError, AttributeError) as e:
         raise Corrupt(
             f"{what} is not a flat layout of FSDP1 ({type(e).__name__}: {e}). It is written inside the job: "
-            'json.dump(ckpttool.describe_fsdp1(model), open("flat_layout.json", "w")).'
+            'json.dump(ckpttool.describe_fsdp1(model), open("flat_layout.json", "w")).',
+            code="CKPT0406",
         ) from None
 
 
@@ -454,14 +456,16 @@ def _parse_layout(tree: Any, what: str) -> FlatLayout:
         KeyError, TypeError, ValueError, AttributeError: a key is missing or has another type.
     """
     if tree["format"] != _FORMAT or tree["version"] != 1:
-        raise Corrupt(f'{what}: format {tree["format"]!r}, version {tree["version"]!r}; this is "{_FORMAT}", 1.')
+        raise Corrupt(
+            f'{what}: format {tree["format"]!r}, version {tree["version"]!r}; this is "{_FORMAT}", 1.', code="CKPT0406"
+        )
     uop, shards = tree["use_orig_params"], _parse_size(tree["shards"])
     if type(uop) is not bool or shards < 1:
         raise ValueError("use_orig_params or shards")
     seen: set[str] = set()
     flats = [_parse_flat(f, seen, what) for f in tree["flat_params"]]
     if len({f.module for f in flats}) != len(flats):
-        raise Corrupt(f"{what}: two flat parameters of one module.")
+        raise Corrupt(f"{what}: two flat parameters of one module.", code="CKPT0406")
     names, groups = tree.get("names"), tree.get("optimizer")
     return FlatLayout(
         uop,
@@ -488,7 +492,9 @@ def _parse_flat(f: Any, seen: set[str], what: str) -> Flat:
         if part.strides is not None:
             storage_order(part.shape, part.strides)
         if part.first < end or part.name in seen:
-            raise Corrupt(f'{what}: "{part.name}" overlaps the parameter before it, or is there twice.')
+            raise Corrupt(
+                f'{what}: "{part.name}" overlaps the parameter before it, or is there twice.', code="CKPT0406"
+            )
         seen.add(part.name)
         end = part.first + part.numel
         parts.append(part)
@@ -498,10 +504,11 @@ def _parse_flat(f: Any, seen: set[str], what: str) -> Flat:
     if flat.numel < end or (flat.dtype is not None and flat.dtype not in ITEMSIZE):
         raise Corrupt(
             f'{what}: the flat parameter of module "{flat.module}" has {flat.numel} elements, its parameters end at '
-            f"{end}."
+            f"{end}.",
+            code="CKPT0406",
         )
     if any(b not in {p.name for p in parts} for _, b in flat.shared):
-        raise Corrupt(f'{what}: module "{flat.module}" shares parameters that it does not hold.')
+        raise Corrupt(f'{what}: module "{flat.module}" shares parameters that it does not hold.', code="CKPT0406")
     return flat
 
 
@@ -525,7 +532,7 @@ def read_layout_file(path: str) -> FlatLayout:
         Corrupt: it is something else.
     """
     if not os.path.isfile(path):
-        raise Unsupported(f"{argument('flat_layout', path)}: no such file.")
+        raise Unsupported(f"{argument('flat_layout', path)}: no such file.", code="CKPT0302")
     with Source(os.path.dirname(os.path.abspath(path))) as there:
         return parse_json(there.read_all(os.path.basename(path), 256 << 20), path)
 
@@ -544,7 +551,8 @@ def refuse_sorted_names(names: list[str], where: str) -> None:
         raise Unsupported(
             f"the {len(names)} names of {where} stand in the order of the alphabet, so the order of the model is lost, "
             "in which FSDP1 flattens parameters. Take a checkpoint that torch saved (.pt, or DCP) for "
-            f"{argument('like')}, or give {argument('config')}."
+            f"{argument('like')}, or give {argument('config')}.",
+            code="CKPT0309",
         )
 
 

@@ -47,7 +47,8 @@ def with_masters_as_weights(ckpt: Checkpoint, source: Source) -> Checkpoint:
         raise Unsupported(
             f"{masters.describe_differences(ckpt, odd)}. An engine computes with its rounded masters, so the result "
             f"would be another model than the source: {argument('only', ['model'])} converts the weights alone, and "
-            "dcp and full carry both."
+            "dcp and full carry both.",
+            code="CKPT0316",
         )
     # the masters take the places of the weights, and of names tied to them
     owners = {alias: owner for alias, owner in tied_weights(model).items() if owner in found}

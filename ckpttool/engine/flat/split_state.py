@@ -118,7 +118,8 @@ def split_training_state(ckpt: Checkpoint, source: Source, trained: Iterable[str
     if not model:
         raise Unsupported(
             "the checkpoint holds no model weights; an engine cannot start from the rest "
-            f"alone.{describe_weights_elsewhere(ckpt)}"
+            f"alone.{describe_weights_elsewhere(ckpt)}",
+            code="CKPT0317",
         )
     out = Training(model, [], [], [], {}, {}, {}, extra_states=extra_states)
     _take_optimizer(ckpt, source, out)
@@ -297,11 +298,15 @@ def _check_groups(out: Training) -> None:
     """
     counts = Counter(n for g in out.groups for n in g.params)
     if twice := [n for n, k in counts.items() if k > 1]:
-        raise Corrupt(f'the param groups list "{twice[0]}" {counts[twice[0]]} times; a parameter is in one group only.')
+        raise Corrupt(
+            f'the param groups list "{twice[0]}" {counts[twice[0]]} times; a parameter is in one group only.',
+            code="CKPT0417",
+        )
     if missing := sorted(counts.keys() - out.tensors.keys()):
         raise Unsupported(
             f'the optimizer has {len(missing)} parameters that the model does not have, first "{missing[0]}"; an '
-            "engine would not find their weights. Are the two of one training run?"
+            "engine would not find their weights. Are the two of one training run?",
+            code="CKPT0330",
         )
 
 

@@ -68,7 +68,7 @@ def compare(
     require_packages("ckpttool compare", "torch", "transformers")
     request = CompareRequest(**{f.name: keywords[f.name] for f in fields(CompareRequest) if f.name in keywords})  # type: ignore[literal-required]
     if request.max_kl is not None and not request.max_kl >= 0:
-        raise UsageError(f"{argument('max_kl', request.max_kl)}: it must be a number, and at least 0.")
+        raise UsageError(f"{argument('max_kl', request.max_kl)}: it must be a number, and at least 0.", code="CKPT0203")
     reading, _, running = split_keywords({k: v for k, v in keywords.items() if k != "dtype"})
     writing = WriteRequest(to=HUB_LAYOUT, map=keywords.get("map"))
     with ExitStack() as stack:

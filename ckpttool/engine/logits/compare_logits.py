@@ -195,7 +195,8 @@ def compare_sides(
         theirs = inputs.rows_of(model_b.run(b, inputs, recorded.comparing(rows)))
         if logits.shape != theirs.shape:
             raise Unsupported(
-                f"A gives logits of {list(logits.shape)} and B of {list(theirs.shape)}: they are not comparable."
+                f"A gives logits of {list(logits.shape)} and B of {list(theirs.shape)}: they are not comparable.",
+                code="CKPT0333",
             )
         out.layers, out.tokens = rows, len(logits)
         _read_unreached(model_a, a, b, out)
@@ -229,7 +230,7 @@ def _choose_device(asked: str) -> torch.device:
         device = torch.device(asked)
         torch.zeros(1, device=device).item()  # "meta" is a device that computes nothing
     except (RuntimeError, AssertionError) as e:
-        raise UsageError(f"{argument('device', asked)}: {str(e).splitlines()[0]}") from None
+        raise UsageError(f"{argument('device', asked)}: {str(e).splitlines()[0]}", code="CKPT0219") from None
     return device
 
 
@@ -242,7 +243,7 @@ def _choose_dtype(asked: str) -> torch.dtype:
     import torch
 
     if asked not in _DTYPES:
-        raise UsageError(f"{argument('dtype', asked)}: choose one of {', '.join(_DTYPES)}.")
+        raise UsageError(f"{argument('dtype', asked)}: choose one of {', '.join(_DTYPES)}.", code="CKPT0203")
     dtype: torch.dtype = getattr(torch, _DTYPES[asked])
     return dtype
 
@@ -278,7 +279,8 @@ def _refuse_nan(logits: torch.Tensor, out: LogitComparison) -> None:
         raise Unsupported(
             f"A's logits are NaN at {int(logits.isnan().any(-1).sum())} of {len(logits)} positions: its weights hold "
             f"NaN or are too large for {out.dtype}, or {out.model} uses a weight outside the layer that it belongs to. "
-            f"Count them in each weight: {argument('read_data', True)}."
+            f"Count them in each weight: {argument('read_data', True)}.",
+            code="CKPT0333",
         )
 
 

@@ -76,7 +76,8 @@ def make_inputs(
     if "input_ids" not in takes:
         raise Unsupported(
             f"{type(model).__name__} takes no input_ids, but {', '.join(list(takes)[:3])}: ckpttool makes up token ids "
-            "and images only."
+            "and images only.",
+            code="CKPT0333",
         )
     random = np.random.default_rng(seed)
     text = {**config, **(config.get("text_config") or {})}
@@ -87,7 +88,9 @@ def make_inputs(
     if prompts is None:
         prompts = [_draw_prompt(random, min(n, streamed.positions), size, special, reserved) for n in _LENGTHS]
     if (bad := next((i for row in prompts for i in row if not 0 <= i < size), None)) is not None:
-        raise UsageError(f"{argument('prompts')}: token {bad} is outside the vocabulary of {size:,} rows.")
+        raise UsageError(
+            f"{argument('prompts')}: token {bad} is outside the vocabulary of {size:,} rows.", code="CKPT0217"
+        )
     if image:
         prompts = [[*_draw_prompt(random, 2, size, [], reserved), *image, *prompts[0][:8]], *prompts]
     ids, mask = _pad(prompts)
@@ -105,7 +108,7 @@ def _count_vocabulary(model: Any) -> int:
     """Count the rows of the input embedding."""
     embedding = model.get_input_embeddings()
     if not hasattr(embedding, "weight"):
-        raise Unsupported(f"{type(model).__name__} has no input embedding of tokens.")
+        raise Unsupported(f"{type(model).__name__} has no input embedding of tokens.", code="CKPT0333")
     return int(embedding.weight.shape[0])
 
 
@@ -141,7 +144,9 @@ def _make_pixels(
     config, own = side.config, getattr(streamed.model.config, "vision_config", None)
     token = next((config[k] for k in _IMAGE if isinstance(config.get(k), int)), None)
     name = type(streamed.model).__name__
-    unknown = Unsupported(f"{name} looks at images in a way that ckpttool does not know, so it cannot be compared.")
+    unknown = Unsupported(
+        f"{name} looks at images in a way that ckpttool does not know, so it cannot be compared.", code="CKPT0333"
+    )
     if token is None or own is None:
         raise unknown
 
@@ -223,7 +228,7 @@ def read_prompts(path: str | os.PathLike[str], config: str | None) -> list[list[
         with open(path, encoding="utf-8") as f:
             lines = [line.strip() for line in f.read(_MOST_BYTES).splitlines()]
     except (OSError, UnicodeDecodeError) as e:
-        raise UsageError(f"{argument('prompts', os.fspath(path))}: {e}.") from None
+        raise UsageError(f"{argument('prompts', os.fspath(path))}: {e}.", code="CKPT0217") from None
     found: list[Any] = [_parse_prompt(line) for line in lines if line]
     if texts := [x for x in found if isinstance(x, str)]:
         tokenizer = _load_tokenizer(config, path)
@@ -231,7 +236,7 @@ def read_prompts(path: str | os.PathLike[str], config: str | None) -> list[list[
         found = [ids[x] if isinstance(x, str) else x for x in found]
     rows = [list(x) for x in found if x]
     if not rows:
-        raise UsageError(f"{argument('prompts', os.fspath(path))}: the file holds no prompt.")
+        raise UsageError(f"{argument('prompts', os.fspath(path))}: the file holds no prompt.", code="CKPT0217")
     return rows
 
 
@@ -253,7 +258,9 @@ def _parse_prompt(line: str) -> str | list[int]:
         return found
     if isinstance(found, list) and found and all(type(i) is int for i in found):
         return found
-    raise UsageError(f"{argument('prompts')}: {line[:80]!r} is neither text nor a list of one or more token ids.")
+    raise UsageError(
+        f"{argument('prompts')}: {line[:80]!r} is neither text nor a list of one or more token ids.", code="CKPT0217"
+    )
 
 
 def _load_tokenizer(config: str | None, path: str | os.PathLike[str]) -> Any:
@@ -269,9 +276,10 @@ def _load_tokenizer(config: str | None, path: str | os.PathLike[str]) -> Any:
             return transformers.AutoTokenizer.from_pretrained(config, trust_remote_code=False, local_files_only=True)
         except Exception as e:  # a tokenizer of another kind, or none
             raise UsageError(
-                f"{argument('prompts', os.fspath(path))} has text, and the tokenizer in {config}: {e}"
+                f"{argument('prompts', os.fspath(path))} has text, and the tokenizer in {config}: {e}", code="CKPT0217"
             ) from None
     raise UsageError(
         f"{argument('prompts', os.fspath(path))} has text, which needs a tokenizer: give {argument('config')} a folder "
-        "that has one beside config.json, or write token ids, one list a line."
+        "that has one beside config.json, or write token ids, one list a line.",
+        code="CKPT0217",
     )

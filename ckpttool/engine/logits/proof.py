@@ -47,7 +47,8 @@ class LogitProof:
             raise UsageError(
                 f"{argument('prove_logits', True)}: with {argument('quantize', self.writing.quantize)} the result "
                 "never computes the same. Leave one of the two out, and ask ckpttool compare what rounding to codes "
-                "costs."
+                "costs.",
+                code="CKPT0204",
             )
         side = self._open_source()
         with closing(side.opened):
@@ -75,7 +76,7 @@ class LogitProof:
                 a.config, a.rounded_to = b.config, b
                 found = compare_sides(a, b, CompareRequest(), progress)
         if not found.equal or (found.largest == 0 and found.weights_differ):  # an expert that no prompt was sent to
-            raise Differs(_explain(found, path))
+            raise Differs(_explain(found, path), code="CKPT0505")
         return found.summarise()
 
     def _open_source(self) -> ModelSide:

@@ -117,7 +117,8 @@ def _find_config(
     if found is None or not isinstance(found.get("model_type"), str):
         raise UsageError(
             f"{show_path(path)} has no config.json, which says what its model computes. Give {argument('config')} the "
-            "folder of one."
+            "folder of one.",
+            code="CKPT0216",
         )
     return found
 
@@ -139,5 +140,6 @@ def _refuse_codes(label: str, opened: OpenCheckpoint) -> None:
     if (first := _find_codes(opened)) is not None:
         raise Unsupported(
             f'{label}: "{first}" holds codes, and ckpttool does not know which numbers they stand for. Dequantise it '
-            "with the program that quantised it."
+            "with the program that quantised it.",
+            code="CKPT0318",
         )

@@ -68,7 +68,9 @@ class StreamedModel:
             model = meta_model({**config, "dtype": str(dtype).removeprefix("torch."), "use_cache": False})
         except Exception as e:  # whatever transformers raises on a config that it does not know
             what = f"model_type {config.get('model_type')!r}"
-            raise Unsupported(f"transformers cannot build {what} from config.json: {type(e).__name__}: {e}") from None
+            raise Unsupported(
+                f"transformers cannot build {what} from config.json: {type(e).__name__}: {e}", code="CKPT0333"
+            ) from None
         model.eval()
         tied = getattr(model, "all_tied_weights_keys", None)
         out = cls(model, dtype, torch.device(device), tied=dict(tied) if isinstance(tied, dict) else {})
@@ -145,7 +147,8 @@ class StreamedModel:
             name, how = next(iter(misfit.items()))
             raise Unsupported(
                 f"{side.label}: config.json describes a {type(self.model).__name__}, and {len(misfit)} weights are not "
-                f'as it has them: "{name}" {how}. Give {argument("config")} the config of this very model.'
+                f'as it has them: "{name}" {how}. Give {argument("config")} the config of this very model.',
+                code="CKPT0311",
             )
 
     def run(self, side: ModelSide, inputs: ModelInputs, sink: Sink) -> torch.Tensor:
@@ -173,7 +176,8 @@ class StreamedModel:
                 raise Unsupported(
                     f"{type(self.model).__name__} cannot be run layer by layer on {', '.join(given)}: "
                     f"{type(e).__name__}: {str(e).splitlines()[0] if str(e) else ''}"
-                    + (f". A prompt has {tokens:,} tokens, and the model {most:,} positions." if tokens > most else "")
+                    + (f". A prompt has {tokens:,} tokens, and the model {most:,} positions." if tokens > most else ""),
+                    code="CKPT0333",
                 ) from e
         logits = getattr(out, "logits", None)
         found: torch.Tensor = (out[0] if logits is None else logits).float().cpu()
@@ -269,7 +273,9 @@ class StreamedModel:
         for name, value in self.model.named_buffers():
             unset = value.isnan() if value.is_floating_point() else value == _unset(value)
             if value.dtype != torch.bool and value.numel() and bool(unset.all()) and not self._is_persistent(name):
-                raise Unsupported(f'transformers does not say how {type(self.model).__name__} computes "{name}".')
+                raise Unsupported(
+                    f'transformers does not say how {type(self.model).__name__} computes "{name}".', code="CKPT0333"
+                )
 
     def _is_persistent(self, name: str) -> bool:
         """Tell whether a buffer is in the state dict."""

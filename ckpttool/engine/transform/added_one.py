@@ -54,7 +54,9 @@ def add_one_to_norms(
         if t.component == "model" and any(fnmatch.fnmatchcase(t.local_name, g) for g in globs)
     }
     if odd := next((n for n, t in weights.items() if t.dtype not in FLOATING), None):
-        raise Unsupported(f'"{odd}" is {weights[odd].dtype}, to which no 1 can be added. Dequantise it first.')
+        raise Unsupported(
+            f'"{odd}" is {weights[odd].dtype}, to which no 1 can be added. Dequantise it first.', code="CKPT0318"
+        )
     masters = {n: m for n in weights if (m := tensors.get(joined(("extra", "master", n)))) is not None}
     every = [*weights.values(), *masters.values()]
     named = {joined(t.path): t for t in every}

@@ -165,16 +165,21 @@ def _refuse_weight(codes: str, weight: Encoded, ckpt: Checkpoint) -> None:
     if weight.kind not in FORMULAS:
         raise Unsupported(
             f'"{codes}" is codes in {weight.scheme}, whose numbers ckpttool does not compute. Leave it out of '
-            f"{argument('dequantize')}, or dequantise it with the program that quantised it."
+            f"{argument('dequantize')}, or dequantise it with the program that quantised it.",
+            code="CKPT0318",
         )
     if "pre_quant_scale" in weight.parts:
         raise Unsupported(
             f'"{codes}" goes with "{weight.parts["pre_quant_scale"]}", by which the inputs of the layer are '
             "multiplied, so that a plain weight would be another layer. Leave it out of "
-            f"{argument('dequantize')}, or export the model with the program that quantised it."
+            f"{argument('dequantize')}, or export the model with the program that quantised it.",
+            code="CKPT0318",
         )
     if weight.weight != codes and weight.weight in ckpt.tensors:
-        raise Corrupt(f'"{codes}" holds the codes of "{weight.weight}", and there is a tensor of that name beside it.')
+        raise Corrupt(
+            f'"{codes}" holds the codes of "{weight.weight}", and there is a tensor of that name beside it.',
+            code="CKPT0419",
+        )
 
 
 class IndexedReader:
@@ -251,7 +256,8 @@ def _add_parameter(weight: Encoded, read: _PartReader, files: ComputedFiles) -> 
             except (ValueError, IndexError) as e:  # of numpy: what a formula does not check by itself
                 raise Corrupt(
                     f'"{weight.weight}": the tensors that it is encoded in contradict each other ({e}): '
-                    + ", ".join(f"{n} {list(read.shape(part))}" for part, n in weight.parts.items())
+                    + ", ".join(f"{n} {list(read.shape(part))}" for part, n in weight.parts.items()),
+                    code="CKPT0419",
                 ) from None
         return out
 

@@ -137,11 +137,14 @@ def _refuse_patterns(
         for fault in found.faults:
             if fnmatch.filter(fault.tensors, pattern):
                 raise Corrupt(
-                    f"{argument('dequantize')} {pattern!r}: {fault.text}. Numbers of those cannot be computed."
+                    f"{argument('dequantize')} {pattern!r}: {fault.text}. Numbers of those cannot be computed.",
+                    code="CKPT0419",
                 )
         if not fnmatch.filter(every, pattern):
             first = f" The first is {every[0]}." if every else " The checkpoint holds none."
-            raise UsageError(f"{argument('dequantize')} {pattern!r}: no quantised tensor has such a name.{first}")
+            raise UsageError(
+                f"{argument('dequantize')} {pattern!r}: no quantised tensor has such a name.{first}", code="CKPT0207"
+            )
 
 
 def _dequantize_objects(
@@ -171,7 +174,8 @@ def _dequantize_objects(
                 raise Unsupported(
                     f'"{of}" is a {class_label(found.about)}, whose numbers ckpttool does not compute. It knows '
                     f"{', '.join([*_FORMULAS, *sorted(_BLOCKS)])}, whose scales lie row by row. Leave it out of "
-                    f"{argument('dequantize')}."
+                    f"{argument('dequantize')}.",
+                    code="CKPT0318",
                 )
             chunks = Chunks(len(found.shape))
             for row, shape, parts in _list_stored_parts(found):
@@ -242,7 +246,8 @@ def _list_mixed_parts(found: Composite) -> list[_StoredPart]:
         if len(parts) < len(inside):
             raise Unsupported(
                 f'"{joined(found.path)}" is not stored in the parts in which it was saved. Convert the original '
-                "checkpoint."
+                "checkpoint.",
+                code="CKPT0319",
             )
         out.append(_StoredPart(first, (rows, *found.shape[1:]), parts))
     return out

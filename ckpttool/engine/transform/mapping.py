@@ -129,7 +129,8 @@ class _Mapping:
         names = {"model": [*self.weights, *self.plain], "optim": self._state_names()}
         if not any(names.values()):
             raise UsageError(
-                f"{argument('map')}: the checkpoint holds no weights and no optimizer that names parameters."
+                f"{argument('map')}: the checkpoint holds no weights and no optimizer that names parameters.",
+                code="CKPT0205",
             )
         # what each side of the map does not know of the weights, and of the optimizer
         unknown = {
@@ -159,7 +160,8 @@ class _Mapping:
                 f"Write a map with lines for them; `ckpttool maps {self.map.name}` prints this one to start from."
                 if self.map.name in maps.names()
                 else "Add lines for them."
-            )
+            ),
+            code="CKPT0310",
         )
 
     def run(self) -> Checkpoint:
@@ -170,7 +172,8 @@ class _Mapping:
         """
         if (ckpt := self.ckpt).salvage is not None and (ckpt.salvage.missing or ckpt.salvage.rebuilt):
             raise Unsupported(
-                "what was salvaged of a damaged checkpoint keeps its names. Salvage it first, then map the copy."
+                "what was salvaged of a damaged checkpoint keeps its names. Salvage it first, then map the copy.",
+                code="CKPT0310",
             )
         self._refuse_split_groups()  # before rows of padding are read
         if self.ways["model"]:  # norms that are stored less one have the left names
@@ -266,7 +269,7 @@ class _Mapping:
         """
         for name, t in new.items():
             if name in self.tensors:
-                raise Unsupported(f'the map {self.map.name} makes two tensors of the name "{name}".')
+                raise Unsupported(f'the map {self.map.name} makes two tensors of the name "{name}".', code="CKPT0310")
             self.tensors[name] = t
         if result.renames:
             for name in old:
@@ -295,7 +298,9 @@ class _Mapping:
         groups, others = group_names(self.plain, self.map, "model", way)
         for group in groups:
             if group.line.whole.axes is not None:
-                raise Unsupported(f'"{group.first}" is not a tensor, and the map {self.map.name} says {group.line}.')
+                raise Unsupported(
+                    f'"{group.first}" is not a tensor, and the map {self.map.name} says {group.line}.', code="CKPT0310"
+                )
             path = ("model", next(iter(resolve_group(group, {}, self.sizes, self.map).names.values())))
             self.values[joined(path)] = Value(path, self.plain[group.first].data)
         left: dict[str, list[str]] = {}
@@ -303,7 +308,9 @@ class _Mapping:
             row = find_ignored(self.map, n)
             assert row is not None  # `_choose_sides` has refused the others
             if row.zero and n in self.weights and any(self._read_small([self.weights[n]])[f"model.{n}"]):
-                raise Unsupported(f'"{n}" is not 0, and {self.map.sides[1]} has nothing to put it in: {row.why}.')
+                raise Unsupported(
+                    f'"{n}" is not 0, and {self.map.sides[1]} has nothing to put it in: {row.why}.', code="CKPT0310"
+                )
             left.setdefault(row.why, []).append(n)
         self.notes += [f'{len(rows)} entries were left out, first "{rows[0]}": {why}' for why, rows in left.items()]
 
@@ -334,13 +341,16 @@ class _Mapping:
                         e if isinstance(e, AxesError) else f"the size of {e} does not follow; add a line size {e} = ..."
                     )
                     raise Unsupported(
-                        f'"{t.local_name}" is {list(t.shape)}, and the map {self.map.name} says {row.along}: {why}.'
+                        f'"{t.local_name}" is {list(t.shape)}, and the map {self.map.name} says {row.along}: {why}.',
+                        code="CKPT0310",
                     ) from None
                 path = ("model", row.tensor.named({v: int(n) for v, n in m.groupdict().items()}))
                 chunks = Chunks(len(shape))
                 chunks.add((0,) * len(shape), shape, len(self.ckpt.files), 0, prod(shape) * ITEMSIZE[row.dtype])
                 if joined(path) in self.tensors or joined(path) in made:
-                    raise Unsupported(f'the map {self.map.name} makes two tensors of the name "{joined(path)}".')
+                    raise Unsupported(
+                        f'the map {self.map.name} makes two tensors of the name "{joined(path)}".', code="CKPT0310"
+                    )
                 made[joined(path)] = TensorEntry(row.dtype, shape, path, chunks)
             if new := list(made)[before:]:
                 self.notes.append(f'{len(new)} tensors of zeros were added, first "{new[0]}": {row.why}')
@@ -435,7 +445,8 @@ class _Mapping:
                 none = next(n for n in group.names.values() if n not in slots)
                 raise Unsupported(
                     f'the optimizer has state for "{group.first}" and none for "{none}", which the map joins to one '
-                    "parameter."
+                    "parameter.",
+                    code="CKPT0310",
                 )
             result = resolve_group(group, self._weight_shapes(group, have), self.sizes, self.map)
             self.renamed[group.first] = tuple(result.names.values())
@@ -444,7 +455,8 @@ class _Mapping:
                 if lost := [key for key, leaf in of_tail.items() if leaf is None]:
                     raise Unsupported(
                         f'"{group.names[lost[0]]}" has no {joined(tail)}, and the parameters that the map joins it '
-                        "with have."
+                        "with have.",
+                        code="CKPT0310",
                     )
                 self._map_slot(result, tail, {key: leaf for key, leaf in of_tail.items() if leaf is not None})
 
@@ -486,13 +498,15 @@ class _Mapping:
                 raise Unsupported(
                     f'"{joined(odd[0].path)}" is {list(odd[0].shape)}, and its parameter is not: the map '
                     f"{self.map.name} cuts, joins or permutes that parameter, and what becomes of this slot is not "
-                    f"known. Leave the optimizer out with {argument('only', ['model'])}."
+                    f"known. Leave the optimizer out with {argument('only', ['model'])}.",
+                    code="CKPT0310",
                 )
             self._refuse_different(self._read_small(tensors.values()))
             first: TensorEntry | Value = next(iter(tensors.values()))
         elif tensors:
             raise Unsupported(
-                f'"{joined(tail)}" is a tensor of one and a value of another parameter that the map joins.'
+                f'"{joined(tail)}" is a tensor of one and a value of another parameter that the map joins.',
+                code="CKPT0310",
             )
         else:
             self._refuse_different(
@@ -524,7 +538,8 @@ class _Mapping:
         for name, data in found.items():
             if data != found[first]:
                 raise Unsupported(
-                    f'"{first}" and "{name}" differ, and the map joins their parameters to one, which has one of them.'
+                    f'"{first}" and "{name}" differ, and the map joins their parameters to one, which has one of them.',
+                    code="CKPT0310",
                 )
 
     def _lists_names(self, v: Value) -> bool:
@@ -547,7 +562,8 @@ class _Mapping:
                 if isinstance(n, str) and (apart := [o for o in together[n].names.values() if o not in here]):
                     raise Unsupported(
                         f'"{n}" and "{apart[0]}" are in different param groups, and the map joins them to one '
-                        "parameter."
+                        "parameter.",
+                        code="CKPT0310",
                     )
 
     def _map_name_lists(self) -> None:
@@ -579,7 +595,8 @@ class _Mapping:
         shapes = {key: self.weights[n].shape for key, n in group.names.items() if n in self.weights}
         if group.from_whole and group.line.stacked and not shapes:
             raise Unsupported(
-                f'how many parts "{group.first}" has is not known: the checkpoint has no weight of that name.'
+                f'how many parts "{group.first}" has is not known: the checkpoint has no weight of that name.',
+                code="CKPT0310",
             )
         if group.from_whole and group.line.stacked:
             return tuple(resolve_group(group, shapes, self.sizes, self.map).names.values())

@@ -115,7 +115,8 @@ def refuse_other_masters(ckpt: Checkpoint, source: Source) -> None:
     if found:
         raise Corrupt(
             f"{ckpt.root}: {describe_differences(ckpt, found)}. To keep both as they are, use "
-            f"{argument('allow_mixed_steps', True)}."
+            f"{argument('allow_mixed_steps', True)}.",
+            code="CKPT0415",
         )
 
 

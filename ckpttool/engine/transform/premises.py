@@ -97,7 +97,8 @@ def check_premises(found: NameMap, job: tuple[Config, str], config: Config, give
             f"the map {found.name} is not right for this model: {'; '.join(wrong[:_SHOWN])}{more}. The result would be "
             f"another model. Give {argument('config')} the config.json of the model that this job trained. If a "
             f"premise is wrong for your model code, give {argument('map')} a map of your own without it, or with lines "
-            "for it" + (f": `ckpttool maps {found.name}` prints this one." if found.name in maps.names() else ".")
+            "for it" + (f": `ckpttool maps {found.name}` prints this one." if found.name in maps.names() else "."),
+            code="CKPT0310",
         )
     if arguments:
         missing = _unknown_arguments(found, arguments)

@@ -80,7 +80,8 @@ def refuse_scheme(scheme: str) -> None:
     if scheme != FP8_BLOCK:
         raise Unsupported(
             f"{argument('quantize', scheme)}: ckpttool writes {FP8_BLOCK} alone, which needs no data for calibration."
-            f"{_name_maker(scheme)}"
+            f"{_name_maker(scheme)}",
+            code="CKPT0334",
         )
 
 
@@ -124,13 +125,15 @@ def _read_scheme(config: Config) -> _Scheme:
             raise Unsupported(
                 f"{argument('quantize', FP8_BLOCK)}: quantization_config of config.json has {key} {found!r}, and not "
                 f"{wanted!r}.{_name_maker(found)} Give "
-                f"{argument('config')} a config of this model without it, or with the one that is wanted."
+                f"{argument('config')} a config of this model without it, or with the one that is wanted.",
+                code="CKPT0334",
             )
     if not (isinstance(block, list) and len(block) == 2 and all(type(n) is int and n > 0 for n in block)):
         raise Unsupported(
             f"{argument('quantize', FP8_BLOCK)}: quantization_config of config.json has weight_block_size {block!r}: "
             "it is of fp8 with one scale a tensor or a row. Give "
-            f"{argument('config')} a config with the size of a block, or without a quantization_config."
+            f"{argument('config')} a config with the size of a block, or without a quantization_config.",
+            code="CKPT0334",
         )
     kept = stated.get("modules_to_not_convert") or stated.get("ignored_layers")
     exponents = stated.get("scale_fmt") == "ue8m0"
@@ -341,21 +344,24 @@ def quantize(opened: OpenCheckpoint, given: str | None) -> tuple[Checkpoint, Qua
     if config is None:
         raise Unsupported(
             f"{argument('quantize', FP8_BLOCK)}: from_pretrained knows the codes by the quantization_config of "
-            f"config.json, and there is none beside the source. Give {argument('config')} a folder or a model id."
+            f"config.json, and there is none beside the source. Give {argument('config')} a folder or a model id.",
+            code="CKPT0334",
         )
     scheme = _read_scheme(config)
     codes = encodings.find_in_checkpoint(ckpt, None)
     if codes.weights:
         raise Unsupported(
             f"{argument('quantize', FP8_BLOCK)}: {codes.summary()}. Give {argument('dequantize', ['*'])}, too, so that "
-            "they are numbers first; without either, codes are copied bit for bit."
+            "they are numbers first; without either, codes are copied bit for bit.",
+            code="CKPT0334",
         )
     model = {joined(t.path[1:]): t for t in ckpt.tensors.values() if t.path[0] == "model"}
     chosen = _choose_weights(model, config, scheme)
     if not chosen.weights:
         raise Unsupported(
             f"{argument('quantize', FP8_BLOCK)}: none of the {len(model):,} weights is of a linear layer that would be "
-            "quantised."
+            "quantised.",
+            code="CKPT0334",
         )
     wanted, read, files = set(chosen.weights), IndexedReader(opened), ComputedFiles(ckpt)
     tensors: dict[str, TensorEntry] = {}
@@ -471,7 +477,8 @@ class _Matrix:
             except ValueError:
                 raise Corrupt(
                     f'"{self.name}" holds infinite numbers or NaN in rows {rows.start} to {rows.stop - 1}, and no '
-                    f"scale holds those. Leave {argument('quantize')} out to copy it as it is."
+                    f"scale holds those. Leave {argument('quantize')} out to copy it as it is.",
+                    code="CKPT0428",
                 ) from None
 
 

@@ -40,10 +40,13 @@ def resize_vocabulary(opened: tuple[Checkpoint, Source], size: int) -> tuple[Che
     if not weights:
         raise Unsupported(
             f"{argument('vocab_size', size)}: no weight is named like an embedding (embed_tokens, wte, "
-            "word_embeddings, tok_embeddings, embed_in)."
+            "word_embeddings, tok_embeddings, embed_in).",
+            code="CKPT0331",
         )
     if all(t.shape[0] == size for t in weights.values()):
-        raise UsageError(f"{argument('vocab_size', size)}: it has that many rows already. Leave it out.")
+        raise UsageError(
+            f"{argument('vocab_size', size)}: it has that many rows already. Leave it out.", code="CKPT0205"
+        )
     zeros = len(ckpt.files)
     changed: dict[str, TensorEntry] = {}
     cut = False
@@ -95,7 +98,8 @@ def _slots_with_rows(ckpt: Checkpoint, fqn: str, weight: TensorEntry) -> list[st
         elif t.shape not in (rest, (1, *rest)):
             raise Unsupported(
                 f'"{name}" is {list(t.shape)}, and its parameter {list(weight.shape)}: what belongs to a row of it is '
-                f"not known. Leave the optimizer out with {argument('only', ['model'])}."
+                f"not known. Leave the optimizer out with {argument('only', ['model'])}.",
+                code="CKPT0331",
             )
     return out
 
@@ -123,7 +127,8 @@ def _rows(t: TensorEntry, first: int, stop: int) -> TensorEntry:
     """
     if any(c.zstd is not None for c in t.chunks):
         raise Unsupported(
-            "The rows lie in compressed files, which cannot be cut. Convert to dcp first, then change the rows."
+            "The rows lie in compressed files, which cannot be cut. Convert to dcp first, then change the rows.",
+            code="CKPT0324",
         )
     shape = (stop - first, *t.shape[1:])
     return replace(t, shape=shape, chunks=cut_chunks(t, ((first, *(0 for _ in shape[1:])), shape)))
@@ -155,7 +160,8 @@ def _refuse_learned(ckpt: Checkpoint, source: Source, fqn: str, names: list[str]
     raise Unsupported(
         f'{argument("vocab_size", size)}: of the last {total:,} rows of "{fqn}", {len(unlike):,} are not equal to the '
         f"first of them, first row {size + unlike[0]:,}{also}. They were trained, so they are not padding, and cutting "
-        "them would lose what was learned. Give the number of rows that the tokenizer needs."
+        "them would lose what was learned. Give the number of rows that the tokenizer needs.",
+        code="CKPT0331",
     )
 
 

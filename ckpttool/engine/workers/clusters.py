@@ -106,7 +106,8 @@ class SharedExecutor(Executor):
         except Exception as e:
             raise RemoteError(
                 f"{self._said} takes no more work ({type(e).__name__}: {str(e)[:300]}). Run the same command again: "
-                "what is done is kept."
+                "what is done is kept.",
+                code="CKPT0907",
             ) from e
         self._futures.add(future)
         return future
@@ -136,12 +137,14 @@ def ask_worker(executor: Executor, said: str, fn: Callable[[str], str]) -> str:
     except TimeoutError:
         future.cancel()
         raise RemoteError(
-            f"{said}: no worker took a request in {WAIT:.0f} seconds. Start workers, then run this again."
+            f"{said}: no worker took a request in {WAIT:.0f} seconds. Start workers, then run this again.",
+            code="CKPT0907",
         ) from None
     except Exception as e:
         raise UsageError(
             f"{said}: a worker cannot run ckpttool ({type(e).__name__}: {str(e)[:300]}). Install "
-            f"ckpttool=={__version__} where the workers run."
+            f"ckpttool=={__version__} where the workers run.",
+            code="CKPT0220",
         ) from e
 
 
@@ -159,7 +162,8 @@ def refuse_other_version(said: str, who: str, found: str | None) -> None:
     if found != __version__:
         raise UsageError(
             f"{said}: {who} has {f'ckpttool {found}' if found else 'no ckpttool'}, this is {__version__}. Install the "
-            "same version everywhere."
+            "same version everywhere.",
+            code="CKPT0220",
         )
 
 
@@ -187,7 +191,8 @@ def dask_workers(where: str) -> Iterator[Workers]:
         if time.monotonic() > deadline:
             raise RemoteError(
                 f"{where}: no scheduler file after {WAIT:.0f} seconds. Start one: dask scheduler --scheduler-file "
-                f"{where}"
+                f"{where}",
+                code="CKPT0907",
             )
         time.sleep(0.1)
     try:
@@ -195,10 +200,13 @@ def dask_workers(where: str) -> Iterator[Workers]:
         client = Client(**given, timeout=min(WAIT, 30), set_as_default=False, name="ckpttool")
     except (OSError, TimeoutError) as e:
         raise RemoteError(
-            f"{said}: no scheduler answers ({e}). Start one with `dask scheduler`, or correct the address."
+            f"{said}: no scheduler answers ({e}). Start one with `dask scheduler`, or correct the address.",
+            code="CKPT0907",
         ) from e
     except Exception as e:
-        raise UsageError(f"{said}: {type(e).__name__}: {e}. Write dask:tcp://HOST:8786 or dask:FILE.json.") from e
+        raise UsageError(
+            f"{said}: {type(e).__name__}: {e}. Write dask:tcp://HOST:8786 or dask:FILE.json.", code="CKPT0220"
+        ) from e
     # ask for a worker, and for everyone's version.
     # pure=False: the same request again is another task; retries=0: whoever submits decides about those
     executor = SharedExecutor(client.get_executor(retries=0, pure=False), said)
@@ -228,7 +236,8 @@ def dask_workers(where: str) -> Iterator[Workers]:
             elif time.monotonic() - seen > GONE:
                 raise RemoteError(
                     f"{said} has had no worker for {GONE:.0f} seconds. Start workers, then run the same command again: "
-                    "what is done is kept."
+                    "what is done is kept.",
+                    code="CKPT0907",
                 )
             return n or None
 
@@ -309,7 +318,8 @@ def ray_workers(where: str) -> Iterator[Workers]:
         ray.shutdown()
         raise RemoteError(
             f"{said}: no Ray cluster answers ({type(e).__name__}: {str(e)[:300]}). Start one with `ray start --head`, "
-            "or correct the address."
+            "or correct the address.",
+            code="CKPT0907",
         ) from e
     finally:
         if main and handler is not None:
@@ -386,12 +396,14 @@ def mpi_executor() -> tuple[Executor, int | None]:
         raise UsageError(
             f"{said}: {launched} processes were started, but for mpi4py each is alone: the launcher belongs to another "
             f"MPI than mpi4py ({MPI.Get_library_version().splitlines()[0].split(',')[0].strip()}). Use the mpiexec of "
-            "that MPI, or another `srun --mpi=` (srun --mpi=list)."
+            "that MPI, or another `srun --mpi=` (srun --mpi=list).",
+            code="CKPT0220",
         )
     if world.size == 1:
         if not (os.environ.get("MPI4PY_FUTURES_MAX_WORKERS") or (world.Get_attr(MPI.UNIVERSE_SIZE) or 1) > 1):
             raise UsageError(
-                f"{said}: there is one process only. Start it with mpiexec -n 4 ckpttool ..., or srun --mpi=pmix -n 4."
+                f"{said}: there is one process only. Start it with mpiexec -n 4 ckpttool ..., or srun --mpi=pmix -n 4.",
+                code="CKPT0220",
             )
         spawned = MPIPoolExecutor(main=False, python_args=["-P"])
         _mpi_pool = spawned, spawned.num_workers

@@ -260,7 +260,8 @@ def _send_remaining_cells(
         again += len(lost)
     raise RemoteError(
         f"{destination.location}: parts that were sent have been replaced or lost. Another run sends to the same "
-        "place; run the command again when it has ended."
+        "place; run the command again when it has ended.",
+        code="CKPT0908",
     )
 
 

@@ -70,7 +70,8 @@ def workers_of(spec: WorkersSpec, nbytes: int = 0) -> AbstractContextManager[Wor
     raise UsageError(
         f"{argument('workers', spec)}: give a number of local processes from 1 to 9999, dask:tcp://HOST:8786, "
         "dask:FILE.json, ray:auto, ray:ADDRESS, mpi, or MODULE:FACTORY, a function that returns a "
-        "concurrent.futures.Executor."
+        "concurrent.futures.Executor.",
+        code="CKPT0220",
     )
 
 
@@ -155,13 +156,17 @@ def _made_by_factory(module: str, name: str) -> Iterator[Workers]:
     try:
         made = getattr(import_module(module), name)()
     except ModuleNotFoundError as e:
-        raise UsageError(f"{said}: {e}. Install it next to ckpttool, or put its folder on PYTHONPATH.") from e
+        raise UsageError(
+            f"{said}: {e}. Install it next to ckpttool, or put its folder on PYTHONPATH.", code="CKPT0220"
+        ) from e
     except (AttributeError, TypeError) as e:
-        raise UsageError(f"{said}: {type(e).__name__}: {e}. It must be a function without arguments.") from e
+        raise UsageError(
+            f"{said}: {type(e).__name__}: {e}. It must be a function without arguments.", code="CKPT0220"
+        ) from e
     except Exception as e:
-        raise UsageError(f"{said} failed: {type(e).__name__}: {e}. Nothing was begun.") from e
+        raise UsageError(f"{said} failed: {type(e).__name__}: {e}. Nothing was begun.", code="CKPT0220") from e
     if not isinstance(made, Executor):
-        raise UsageError(f"{said} returned {type(made).__name__}, not a concurrent.futures.Executor.")
+        raise UsageError(f"{said} returned {type(made).__name__}, not a concurrent.futures.Executor.", code="CKPT0220")
     try:
         version = clusters.ask_worker(made, said, clusters.version_of_worker)
         clusters.refuse_other_version(said, "a worker", version)

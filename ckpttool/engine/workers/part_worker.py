@@ -177,7 +177,8 @@ def _open(asked: str) -> OpenCheckpoint:
     if index_id(opened.checkpoint, opened.source) != said["index"]:
         raise CkpttoolError(
             f"this worker finds another checkpoint at {said['path']} than the process that asked: files that differ "
-            "between the machines, or another version of ckpttool."
+            "between the machines, or another version of ckpttool.",
+            code="CKPT0102",
         )
     return opened
 
@@ -196,7 +197,8 @@ def _plan(job: str) -> Plan:
         raise CkpttoolError(
             f"this worker plans the conversion of {src} differently from the process that asked: it has another "
             "version of ckpttool, or sees other files. Install the same version everywhere, on a file system that all "
-            "of them see."
+            "of them see.",
+            code="CKPT0102",
         )
     return planned
 

@@ -211,7 +211,8 @@ def _resubmit(flight: _Flight, e: Exception, submit: Callable[[_Flight], None]) 
             raise e
         raise CkpttoolError(
             f"a part was given to {_TRIES} workers, and none of them finished it: {str(e) or type(e).__name__}. What "
-            "the others did is kept: run the same command again."
+            "the others did is kept: run the same command again.",
+            code="CKPT0102",
         ) from e
     flight.tries += 1
     flight.began = time.monotonic()
