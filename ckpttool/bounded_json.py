@@ -42,11 +42,11 @@ def parse(data: bytes, what: str) -> Any:
     try:
         return json.loads(data.decode("utf-8"), object_pairs_hook=_refuse_twins)
     except Unsafe as e:
-        raise Unsafe(f"{what}: {e}.") from None
+        raise Unsafe(f"{what}: {e}.", code="CKPT0703") from None
     except RecursionError:
-        raise Unsafe(f"{what}: nested too deep.") from None
+        raise Unsafe(f"{what}: nested too deep.", code="CKPT0704") from None
     except ValueError as e:
-        raise Corrupt(f"{what}: not JSON ({e}).") from None
+        raise Corrupt(f"{what}: not JSON ({e}).", code="CKPT0406") from None
 
 
 def encode(data: object, **layout: Any) -> bytes:
@@ -79,11 +79,14 @@ def refuse_bomb(data: bytes, what: str) -> None:
     if need > _FLOOR + _RATIO * len(data):
         raise Unsafe(
             f"{what}: {lists} lists, {objects} objects and {strings} strings in {len(data)} bytes would fill the "
-            f"memory (about {need >> 20} MiB). No checkpoint has such a record; take another copy, or remove the file."
+            f"memory (about {need >> 20} MiB). No checkpoint has such a record; take another copy, or remove the file.",
+            code="CKPT0704",
         )
     brackets = structure.translate(None, b",:")
     if max(accumulate(map(_STEP.__getitem__, brackets)), default=0) > MAX_DEPTH:
-        raise Unsafe(f"{what}: nested deeper than {MAX_DEPTH} levels. No checkpoint has such a record.")
+        raise Unsafe(
+            f"{what}: nested deeper than {MAX_DEPTH} levels. No checkpoint has such a record.", code="CKPT0704"
+        )
 
 
 def _outside_strings(data: bytes) -> tuple[bytes, int]:
@@ -108,5 +111,7 @@ def _refuse_twins(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     if len(out) != len(pairs):
         seen: set[str] = set()
         twin = next(k for k, _ in pairs if k in seen or seen.add(k))  # type: ignore[func-returns-value]
-        raise Unsafe(f"the key {twin!r} is there twice in one JSON object; readers differ on which one counts")
+        raise Unsafe(
+            f"the key {twin!r} is there twice in one JSON object; readers differ on which one counts", code="CKPT0703"
+        )
     return out

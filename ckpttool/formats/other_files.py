@@ -106,13 +106,17 @@ def refuse_foreign_file(head: bytes, what: str) -> None:
     if head.startswith(LFS_POINTER):
         raise Corrupt(
             f"{what} is a git-lfs pointer: the file itself was never downloaded. Run `git lfs pull` in its repository, "
-            "or download it with `hf download`."
+            "or download it with `hf download`.",
+            code="CKPT0413",
         )
     if is_web_page(head):
-        raise Corrupt(f"{what} is a web page: the download failed, or it needs a login. Download the file again.")
+        raise Corrupt(
+            f"{what} is a web page: the download failed, or it needs a login. Download the file again.", code="CKPT0413"
+        )
     if is_text(head):
         raise Corrupt(
-            f"{what} is text ({head[:60].decode()!r}), not tensors: the download failed. Download the file again."
+            f"{what} is text ({head[:60].decode()!r}), not tensors: the download failed. Download the file again.",
+            code="CKPT0413",
         )
     refuse_foreign_format(head, what)
 
@@ -129,16 +133,18 @@ def refuse_foreign_format(head: bytes, what: str) -> None:
     """
     for magic, (kind, advice) in _FORMATS.items():
         if head.startswith(magic):
-            raise Unsupported(f"{what} is {kind}, which ckpttool does not read. {advice}.")
+            raise Unsupported(f"{what} is {kind}, which ckpttool does not read. {advice}.", code="CKPT0306")
     if head[_TAR] == b"ustar":
-        raise Unsupported(f"{what} is a tar archive, which ckpttool does not read. {_UNPACK}.")
+        raise Unsupported(f"{what} is a tar archive, which ckpttool does not read. {_UNPACK}.", code="CKPT0306")
     if re.match(_SAFETENSORS, head) and not what.endswith(".safetensors"):
-        raise Unsupported(f"{what} holds safetensors, but is not named so. Give it a name that ends in .safetensors.")
+        raise Unsupported(
+            f"{what} holds safetensors, but is not named so. Give it a name that ends in .safetensors.", code="CKPT0306"
+        )
     if len(head) >= 30 and is_zip(head) and "/" not in (name := first_record_name(head)):
         kind, advice = (
             ("a numpy .npz file", _FORMATS[b"\x93NUMPY"][1]) if name.endswith(".npy") else ("a zip archive", _UNPACK)
         )
-        raise Unsupported(f"{what} is {kind}, which torch.save did not write. {advice}.")
+        raise Unsupported(f"{what} is {kind}, which torch.save did not write. {advice}.", code="CKPT0306")
 
 
 def identify_foreign_checkpoint(names: Iterable[str], beside: Collection[str]) -> tuple[str, str, str] | None:
@@ -172,4 +178,4 @@ def refuse_foreign_checkpoint(names: Iterable[str], beside: Collection[str], wha
     if (found := identify_foreign_checkpoint(names, beside)) is not None:
         name, kind, advice = found
         shown = "" if what.rpartition("/")[2] == name else f" ({name})"
-        raise NotRecognised(f"{what} is {kind}{shown}, which ckpttool does not read. {advice}.")
+        raise NotRecognised(f"{what} is {kind}{shown}, which ckpttool does not read. {advice}.", code="CKPT0306")

@@ -207,7 +207,7 @@ def _encode_text(text: str, encoding: str) -> bytes:
         Unsafe: the encoding is none that picklers use.
     """
     if encoding not in ("latin1", "latin-1", "utf-8", "ascii"):
-        raise Unsafe(f"a pickle encodes text as {short(encoding)}")
+        raise Unsafe(f"a pickle encodes text as {short(encoding)}", code="CKPT0701")
     return text.encode(encoding)
 
 
@@ -518,7 +518,7 @@ def _make_bytearray(raw: object) -> bytearray:
         Unsafe: it is to be made of something else.
     """
     if not isinstance(raw, bytes):  # bytearray(10**12) would allocate
-        raise Unsafe(f"a pickle builds a bytearray from a {type(raw).__name__}")
+        raise Unsafe(f"a pickle builds a bytearray from a {type(raw).__name__}", code="CKPT0701")
     return bytearray(raw)
 
 
@@ -548,7 +548,7 @@ def _checked_key(k: object) -> Any:
     """
     if _has_bounded_hash(k):
         return k
-    raise Unsafe(f"a pickle uses a {type(k).__name__} as key of a dict; hashing it has no bound.")
+    raise Unsafe(f"a pickle uses a {type(k).__name__} as key of a dict; hashing it has no bound.", code="CKPT0704")
 
 
 def _set_new_key(d: dict[Any, Any], k: object, v: object, what: str = "a pickle") -> None:
@@ -563,7 +563,8 @@ def _set_new_key(d: dict[Any, Any], k: object, v: object, what: str = "a pickle"
     if _checked_key(k) in d and not isinstance(k, SharedStandIn):
         raise Unsafe(
             f"{what}: the key {short(k)} is set twice in one dict, so loading it would lose the first value. No "
-            "pickler writes that; use another copy of the checkpoint."
+            "pickler writes that; use another copy of the checkpoint.",
+            code="CKPT0703",
         )
     d[k] = v
 
@@ -598,7 +599,7 @@ def load(
     except (IndexError, struct.error):
         raise Truncated(f"{what}: the pickle ends in the middle of an instruction.") from None
     except (UnicodeDecodeError, KeyError, TypeError, ValueError, AttributeError, OverflowError) as e:
-        raise Corrupt(f"{what}: the pickle is malformed ({type(e).__name__}: {e}).") from None
+        raise Corrupt(f"{what}: the pickle is malformed ({type(e).__name__}: {e}).", code="CKPT0407") from None
     most = 16 * (end - start) + 1000
     try:
         refuse_deep(obj, what, most)
@@ -637,7 +638,7 @@ def _run_opcodes(  # noqa: C901  # one branch for each opcode
     storages: set[Any] = set()
     named = popped = 0
     if size > MAX_BYTES:
-        raise Corrupt(f"{what}: {size} bytes of pickle; at most {MAX_BYTES} are read.")
+        raise Corrupt(f"{what}: {size} bytes of pickle; at most {MAX_BYTES} are read.", code="CKPT0407")
 
     def take(n: int) -> bytes:
         """Read the next n bytes.
@@ -675,10 +676,13 @@ def _run_opcodes(  # noqa: C901  # one branch for each opcode
         if named > _MOST_GLOBALS:
             raise Unsafe(
                 f"{what}: the pickle names more than {_MOST_GLOBALS:,} classes and functions, which no training state "
-                "does."
+                "does.",
+                code="CKPT0704",
             )
         if "." in name and not _is_attribute(module, name):
-            raise Unsafe(f"{what}: the pickle names {module}.{name}, an attribute of something; refused.")
+            raise Unsafe(
+                f"{what}: the pickle names {module}.{name}, an attribute of something; refused.", code="CKPT0701"
+            )
         found = known.get((module, name), known.get((ANY_MODULE, name)))
         return Global(module, name) if found is None else found
 
@@ -692,7 +696,7 @@ def _run_opcodes(  # noqa: C901  # one branch for each opcode
             Corrupt: the arguments are not a tuple.
         """
         if not isinstance(args, tuple):
-            raise Corrupt(f"{what}: arguments of {short(f)} are not a tuple.")
+            raise Corrupt(f"{what}: arguments of {short(f)} are not a tuple.", code="CKPT0407")
         if isinstance(f, Global):
             if (made := PLAIN.get(f)) is not None:
                 return made(*args)
@@ -704,7 +708,8 @@ def _run_opcodes(  # noqa: C901  # one branch for each opcode
             raise Unsafe(
                 f"{what}: the pickle calls {f if isinstance(f, Global) else short(f)}{short(args)}. ckpttool never "
                 "runs what a checkpoint asks for; ask its author for a copy without that object. If it is your own, "
-                "load it with torch, replace the object by plain data and save it again."
+                "load it with torch, replace the object by plain data and save it again.",
+                code="CKPT0701",
             )
         return f(*args)
 
@@ -725,12 +730,14 @@ def _run_opcodes(  # noqa: C901  # one branch for each opcode
                 raise Unsafe(
                     f"{what}: a pickle of {size:,} bytes and {len(storages):,} storages has more than {done:,} "
                     "instructions, which no training state does. If it is genuine, load it with torch, and save large "
-                    "tables of values apart from the tensors."
+                    "tables of values apart from the tensors.",
+                    code="CKPT0704",
                 )
             if 10 * left > 9 * _LOOK or 10 * kept > 6 * _LOOK or len(below) > 10 * MAX_DEPTH or popped > _MOST_POPS:
                 raise Unsafe(
                     f"{what}: no pickler writes such a pickle: {unfinished:,} unfinished objects after {done:,} "
-                    "instructions."
+                    "instructions.",
+                    code="CKPT0704",
                 )
             _refuse_chain(stack[-1] if stack else None, what)
 
@@ -738,7 +745,10 @@ def _run_opcodes(  # noqa: C901  # one branch for each opcode
     for _ in chain.from_iterable(watched()):
         if pos >= frame_end:
             if pos > frame_end:  # where Python's own unpickler, which reads a frame at a time, loses its place
-                raise Corrupt(f"{what}: an instruction of the pickle crosses the end of its frame at byte {frame_end}.")
+                raise Corrupt(
+                    f"{what}: an instruction of the pickle crosses the end of its frame at byte {frame_end}.",
+                    code="CKPT0407",
+                )
             frame_end = size
         op = data[pos]
         pos += 1
@@ -801,37 +811,41 @@ def _run_opcodes(  # noqa: C901  # one branch for each opcode
             kwargs = pop() if op == 0x92 else {}
             args, cls = pop(), pop()
             if kwargs:
-                raise Unsafe(f"{what}: the pickle builds a {short(cls)} with keyword arguments.")
+                raise Unsafe(f"{what}: the pickle builds a {short(cls)} with keyword arguments.", code="CKPT0701")
             if isinstance(cls, Global) and cls not in PLAIN:
                 if is_dangerous(cls):
-                    raise Unsafe(f"{what}: the pickle holds an instance of {cls}, which is not training state.")
+                    raise Unsafe(
+                        f"{what}: the pickle holds an instance of {cls}, which is not training state.", code="CKPT0701"
+                    )
                 if not isinstance(args, tuple):
-                    raise Corrupt(f"{what}: arguments of {cls} are not a tuple.")
+                    raise Corrupt(f"{what}: arguments of {cls} are not a tuple.", code="CKPT0407")
                 push(Opaque(cls, args))
             elif isinstance(cls, type):
                 push(call(cls, args))
             else:
                 raise Corrupt(
                     f"{what}: the pickle makes an instance of what is no class, which no pickler writes; the file is "
-                    "damaged."
+                    "damaged.",
+                    code="CKPT0407",
                 )
         elif op == 0x62:  # BUILD
             state, obj = pop(), stack[-1]
             if isinstance(obj, Opaque):
                 if obj.state is not None:
                     raise Unsafe(
-                        f"{what}: the pickle sets the state of a {obj.cls} twice; the first one would be lost."
+                        f"{what}: the pickle sets the state of a {obj.cls} twice; the first one would be lost.",
+                        code="CKPT0703",
                     )
                 obj.call |= id(obj) in members
                 if obj.cls == _PARTIAL and isinstance(state, tuple) and _holds_dangerous_class(state[:1]):
-                    raise Unsafe(f"{what}: the pickle holds a functools.partial of {short(state[0])}.")
+                    raise Unsafe(f"{what}: the pickle holds a functools.partial of {short(state[0])}.", code="CKPT0701")
                 obj.state = state
             elif isinstance(obj, StandIn) and hasattr(obj, "__setstate__"):
                 obj.__setstate__(state)
             elif not isinstance(
                 obj, dict
             ):  # an OrderedDict may have _metadata: versions of modules, which are not needed
-                raise Unsafe(f"{what}: the pickle sets the state of {short(obj)}.")
+                raise Unsafe(f"{what}: the pickle sets the state of {short(obj)}.", code="CKPT0701")
         elif op == 0x75:  # SETITEMS
             items = since_mark()
             if isinstance(stack[-1], Opaque):
@@ -875,7 +889,7 @@ def _run_opcodes(  # noqa: C901  # one branch for each opcode
         elif op == 0x93:  # STACK_GLOBAL
             name, module = pop(), pop()
             if not isinstance(name, str) or not isinstance(module, str):
-                raise Unsafe(f"{what}: a global whose name is not a string.")
+                raise Unsafe(f"{what}: a global whose name is not a string.", code="CKPT0701")
             push(find(module, name))
         elif op == 0x63:  # GLOBAL
             module, name = line().decode(), line().decode()
@@ -883,7 +897,7 @@ def _run_opcodes(  # noqa: C901  # one branch for each opcode
         elif op in (0x51, 0x50):  # BINPERSID, PERSID
             pid = pop() if op == 0x51 else line().decode()
             if persistent is None:
-                raise Unsafe(f"{what}: the pickle refers to an object outside of it.")
+                raise Unsafe(f"{what}: the pickle refers to an object outside of it.", code="CKPT0701")
             push(persistent(pid))
             key = pid[2] if isinstance(pid, tuple) and len(pid) > 2 else None
             if isinstance(key, str) and key not in storages:
@@ -908,7 +922,7 @@ def _run_opcodes(  # noqa: C901  # one branch for each opcode
             n = data[pos]
             pos += 1
             if n > 64:
-                raise Unsafe(f"{what}: an integer of {n} bytes.")
+                raise Unsafe(f"{what}: an integer of {n} bytes.", code="CKPT0704")
             push(int.from_bytes(take(n), "little", signed=True))
         elif op in (0x43, 0x55):  # SHORT_BINBYTES, SHORT_BINSTRING
             n = data[pos]
@@ -932,7 +946,7 @@ def _run_opcodes(  # noqa: C901  # one branch for each opcode
                 raise IndexError
         elif op == 0x80:  # PROTO
             if data[pos] > 5:
-                raise Corrupt(f"{what}: pickle protocol {data[pos]}.")
+                raise Corrupt(f"{what}: pickle protocol {data[pos]}.", code="CKPT0407")
             pos += 1
         elif op == 0x8F:
             push(set())
@@ -954,7 +968,7 @@ def _run_opcodes(  # noqa: C901  # one branch for each opcode
         elif op in (0x49, 0x4C):  # INT, LONG as text (protocol 0)
             text = line().rstrip(b"L")
             if len(text) > 150:
-                raise Unsafe(f"{what}: an integer of {len(text)} digits.")
+                raise Unsafe(f"{what}: an integer of {len(text)} digits.", code="CKPT0704")
             push({b"00": False, b"01": True}.get(text) if op == 0x49 and text in (b"00", b"01") else int(text))
         elif op == 0x46:
             push(float(line()))
@@ -968,10 +982,12 @@ def _run_opcodes(  # noqa: C901  # one branch for each opcode
                 push(memo[n])
         elif op == 0x2E:  # STOP
             if len(stack) != 1 or below:
-                raise Corrupt(f"{what}: the pickle leaves {len(stack)} objects instead of one.")
+                raise Corrupt(f"{what}: the pickle leaves {len(stack)} objects instead of one.", code="CKPT0407")
             return stack[0], pos
         else:
-            raise Unsafe(f"{what}: pickle instruction 0x{op:02x} at byte {pos - 1}, which no checkpoint needs.")
+            raise Unsafe(
+                f"{what}: pickle instruction 0x{op:02x} at byte {pos - 1}, which no checkpoint needs.", code="CKPT0701"
+            )
     raise AssertionError  # there is always another one
 
 
@@ -1034,11 +1050,11 @@ def refuse_deep(obj: object, what: str, most: int) -> None:
     while todo:
         x, depth = todo.pop()
         if depth > MAX_DEPTH:
-            raise Unsafe(f"{what}: nested deeper than {MAX_DEPTH}; no training state is.")
+            raise Unsafe(f"{what}: nested deeper than {MAX_DEPTH}; no training state is.", code="CKPT0704")
         inside = children(x)
         seen += 1 + len(inside)
         if seen > most:
-            raise Unsafe(f"{what}: expands to more than {most:,} objects; no training state does.")
+            raise Unsafe(f"{what}: expands to more than {most:,} objects; no training state does.", code="CKPT0704")
         if len(inside) > _FEW and _PLAIN_TYPES.issuperset(map(type, inside)):
             continue
         for c in inside:
@@ -1047,7 +1063,8 @@ def refuse_deep(obj: object, what: str, most: int) -> None:
             elif isinstance(c, (FunctionType, type)):
                 raise Unsupported(
                     f"{what}: holds a function or a class that rebuilds objects ({c.__name__}) as a value. That is not "
-                    "state; save the checkpoint without it."
+                    "state; save the checkpoint without it.",
+                    code="CKPT0307",
                 )
 
 
@@ -1082,7 +1099,7 @@ def _copy_without_cycles(obj: Any, what: str, most: int) -> Any:
         if depth > MAX_DEPTH:
             raise _TooDeep(f"{what}: nested deeper than {MAX_DEPTH}; no training state is.")
         if nodes > most:
-            raise Unsafe(f"{what}: expands to more than {most:,} objects; no training state does.")
+            raise Unsafe(f"{what}: expands to more than {most:,} objects; no training state does.", code="CKPT0704")
         if isinstance(x, Opaque) and scope is None:
             scope = _Scope({}, set())
             try:
@@ -1151,7 +1168,9 @@ def enum_members(*enums: tuple[Any, Mapping[str, Any]]) -> dict[tuple[str, str],
                 return members[name]
         if (found := resolve_attribute(cls, name)) is not None:
             return found
-        raise Unsafe(f"the pickle calls getattr({short(cls)}, {short(name)}), which a checkpoint does not need.")
+        raise Unsafe(
+            f"the pickle calls getattr({short(cls)}, {short(name)}), which a checkpoint does not need.", code="CKPT0701"
+        )
 
     return {("builtins", "getattr"): member, ("__builtin__", "getattr"): member}
 
@@ -1177,7 +1196,7 @@ def load_large(data: io.BufferedIOBase, stand_ins: StandIns) -> Any:
             """
             found = stand_ins.get((module, name), stand_ins.get((ANY_MODULE, name)))
             if found is None:
-                raise Unsafe(f"the pickle names {module}.{name}, which a checkpoint does not need.")
+                raise Unsafe(f"the pickle names {module}.{name}, which a checkpoint does not need.", code="CKPT0701")
             return found
 
         def persistent_load(self, pid: object) -> Any:
@@ -1186,6 +1205,6 @@ def load_large(data: io.BufferedIOBase, stand_ins: StandIns) -> Any:
             Raises:
                 Unsafe: always.
             """
-            raise Unsafe("the pickle refers to an object outside of it.")
+            raise Unsafe("the pickle refers to an object outside of it.", code="CKPT0701")
 
     return Unpickler(data).load()

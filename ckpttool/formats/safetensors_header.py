@@ -78,24 +78,27 @@ def read_header(source: Source, file: str) -> tuple[dict[str, Slot], dict[str, s
     what = f"{source.root}/{file}"
     size = source.size(file)
     if size < 8:
-        raise Corrupt(f"{what} has {size} bytes; the copy is incomplete.")
+        raise Corrupt(f"{what} has {size} bytes; the copy is incomplete.", code="CKPT0403")
     n = struct.unpack("<Q", source.read(file, 0, 8))[0]
     if n > MAX_HEADER_BYTES:
         other_files.refuse_foreign_file(source.read(file, 0, min(other_files.HEAD_BYTES, size)), what)
-        raise Unsafe(f"{what}: a header of {n} bytes; safetensors allows {MAX_HEADER_BYTES}.")
+        raise Unsafe(f"{what}: a header of {n} bytes; safetensors allows {MAX_HEADER_BYTES}.", code="CKPT0704")
     if 8 + n > size:
-        raise Corrupt(f"{what}: the header needs {n} bytes but the file has {size}. The copy is incomplete.")
+        raise Corrupt(
+            f"{what}: the header needs {n} bytes but the file has {size}. The copy is incomplete.", code="CKPT0403"
+        )
     text = source.read(file, 8, n)
     if text[:1] != b"{":
-        raise Corrupt(f"{what}: not a safetensors file (its header does not begin with {{).")
+        raise Corrupt(f"{what}: not a safetensors file (its header does not begin with {{).", code="CKPT0406")
     if (most := _MOST_TENSORS + (size - 8 - n) // 64) < (count := text.count(b'"data_offsets"')):
         raise Unsafe(
-            f"{what}: {count:,} tensors in {size - 8 - n:,} bytes; no checkpoint has more than {most:,} there."
+            f"{what}: {count:,} tensors in {size - 8 - n:,} bytes; no checkpoint has more than {most:,} there.",
+            code="CKPT0704",
         )
     data = parse(text, what)
     meta = data.pop("__metadata__", None) or {}
     if not isinstance(meta, dict) or not all(isinstance(v, str) for v in meta.values()):
-        raise Corrupt(f"{what}: __metadata__ is not a map of strings.")
+        raise Corrupt(f"{what}: __metadata__ is not a map of strings.", code="CKPT0406")
     out: list[tuple[int, int, str, Slot]] = []
     for name, t in data.items():
         if not name.isascii():
@@ -105,12 +108,20 @@ def read_header(source: Source, file: str) -> tuple[dict[str, Slot], dict[str, s
     at = 0
     for begin, end, name, _ in out:
         if begin != at:
-            raise Corrupt(f'{what}: "{name}" begins at byte {begin} of the data, {at} was expected (hole or overlap).')
+            raise Corrupt(
+                f'{what}: "{name}" begins at byte {begin} of the data, {at} was expected (hole or overlap).',
+                code="CKPT0408",
+            )
         at = end
     if 8 + n + at > size:
-        raise Corrupt(f"{what} has {size} bytes, its tensors need {8 + n + at}. The copy is incomplete.")
+        raise Corrupt(
+            f"{what} has {size} bytes, its tensors need {8 + n + at}. The copy is incomplete.", code="CKPT0403"
+        )
     if 8 + n + at < size:
-        raise Unsafe(f"{what}: {size - 8 - n - at} bytes follow the last tensor; something else is hidden in the file.")
+        raise Unsafe(
+            f"{what}: {size - 8 - n - at} bytes follow the last tensor; something else is hidden in the file.",
+            code="CKPT0703",
+        )
     return {name: slot for _, _, name, slot in out}, meta
 
 
@@ -133,7 +144,9 @@ def open_with_library(source: Source, files: Iterable[str]) -> None:
             with safe_open(path, framework="numpy"):
                 pass
         except (SafetensorError, OSError) as e:
-            raise Corrupt(f"{path}: the safetensors library cannot open what was written ({e}).") from e
+            raise Corrupt(
+                f"{path}: the safetensors library cannot open what was written ({e}).", code="CKPT0421"
+            ) from e
 
 
 def _check_encodable(name: str, what: str) -> None:
@@ -145,7 +158,9 @@ def _check_encodable(name: str, what: str) -> None:
     try:
         name.encode()
     except UnicodeEncodeError:
-        raise Corrupt(f"{what}: the name {name!a} is half of a character and cannot be written.") from None
+        raise Corrupt(
+            f"{what}: the name {name!a} is half of a character and cannot be written.", code="CKPT0406"
+        ) from None
 
 
 def _check_slot(name: str, t: object, base: int, what: str) -> tuple[int, int, str, Slot]:
@@ -162,25 +177,28 @@ def _check_slot(name: str, t: object, base: int, what: str) -> tuple[int, int, s
         Unsupported: torch has no such dtype or shape.
     """
     if not isinstance(t, dict) or set(t) != {"dtype", "shape", "data_offsets"}:
-        raise Corrupt(f'{what}: the entry of "{name}" is damaged.')
+        raise Corrupt(f'{what}: the entry of "{name}" is damaged.', code="CKPT0406")
     dtype, shape, offsets = t["dtype"], t["shape"], t["data_offsets"]
     if not isinstance(dtype, str) or dtype not in _NAMES:
-        raise Unsupported(f'{what}: "{name}" has dtype {repr(dtype)[:40]}, which torch does not have.')
+        raise Unsupported(f'{what}: "{name}" has dtype {repr(dtype)[:40]}, which torch does not have.', code="CKPT0332")
     if not isinstance(shape, list) or not all(type(k) is int and 0 <= k <= MAX_NUMEL for k in shape) or len(shape) > 64:
-        raise Corrupt(f'{what}: "{name}" has shape {str(shape)[:80]}.')
+        raise Corrupt(f'{what}: "{name}" has shape {str(shape)[:80]}.', code="CKPT0406")
     if not isinstance(offsets, list) or len(offsets) != 2 or not all(type(k) is int and k >= 0 for k in offsets):
-        raise Corrupt(f'{what}: "{name}" has data_offsets {str(offsets)[:80]}.')
+        raise Corrupt(f'{what}: "{name}" has data_offsets {str(offsets)[:80]}.', code="CKPT0406")
     if (several := PACKED.get(_NAMES[dtype])) is not None and shape:  # the file counts numbers
         if shape[-1] % several:
             raise Unsupported(
                 f'{what}: "{name}" is {dtype} {shape}: {several} numbers share bytes, and the last dimension is no '
-                "multiple of that."
+                "multiple of that.",
+                code="CKPT0332",
             )
         shape = [*shape[:-1], shape[-1] // several]
     begin, end = offsets
     need = prod(shape) * ITEMSIZE[_NAMES[dtype]]
     if end - begin != need:
-        raise Corrupt(f'{what}: "{name}" is {dtype} {shape}, {need} bytes, but its range has {end - begin}.')
+        raise Corrupt(
+            f'{what}: "{name}" is {dtype} {shape}, {need} bytes, but its range has {end - begin}.', code="CKPT0406"
+        )
     return begin, end, name, Slot(_NAMES[dtype], tuple(shape), base + begin, need)
 
 
@@ -223,7 +241,8 @@ def header(tensors: list[tuple[str, str, tuple[int, ...]]], metadata: dict[str, 
         if name == "__metadata__":
             raise Unsupported(
                 'A tensor is named "__metadata__", which safetensors keeps for the metadata of a file. Rename it in '
-                "the source."
+                "the source.",
+                code="CKPT0316",
             )
         n = prod(shape) * ITEMSIZE[dtype]
         file_shape = [*shape[:-1], PACKED.get(dtype, 1) * shape[-1]] if shape else []

@@ -76,11 +76,13 @@ def run_in_child(function: str, argument: str, work_bytes: int, text: bytes = b"
         if not work_bytes:
             raise Unsafe(
                 f"{argument[:200]} took more than {seconds} s for what config.json describes, which no model that is "
-                "trained does."
+                "trained does.",
+                code="CKPT0704",
             )
         raise Unsafe(
             f"{argument[:200]}: reading it took more than {seconds} s or {memory >> 20} MiB, which nothing genuine of "
-            f"{work_bytes} bytes does."
+            f"{work_bytes} bytes does.",
+            code="CKPT0704",
         )
     kinds: list[type[CkpttoolError]] = [Unsafe, Corrupt, *CkpttoolError.__subclasses__()]
     for kind in kinds:

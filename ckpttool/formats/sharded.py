@@ -76,9 +76,9 @@ def stand_ins(what: str) -> dict[tuple[str, str], Any]:
         if obj is memory_format:
             return formats(obj, name)
         if isinstance(obj, Global) and obj.module.startswith(_SHARDED) and name != "ProcessGroupState":
-            raise Unsafe(f"{what}: the pickle takes {short(name)} of {short(obj)}.")
+            raise Unsafe(f"{what}: the pickle takes {short(name)} of {short(obj)}.", code="CKPT0701")
         if (found := resolve_attribute(obj, name)) is None:
-            raise Unsafe(f"{what}: the pickle calls getattr({short(obj)}, {short(name)}).")
+            raise Unsafe(f"{what}: the pickle calls getattr({short(obj)}, {short(name)}).", code="CKPT0701")
         return found
 
     def memory_format(number: object) -> Any:
@@ -133,7 +133,7 @@ def shards_of(x: Opaque, key: str, read_at: ReadAt, what: str) -> Shards:
         return _read_sharded_tensor(x) if x.cls.name == "ShardedTensor" else _read_dtensor(x, read_at, what)
     except (KeyError, TypeError, ValueError, IndexError, AttributeError) as e:
         raise Corrupt(
-            f'{what}: "{key}" is a {x.cls.name} that does not hold together ({type(e).__name__}: {e}).'
+            f'{what}: "{key}" is a {x.cls.name} that does not hold together ({type(e).__name__}: {e}).', code="CKPT0407"
         ) from None
 
 
@@ -183,7 +183,8 @@ def _read_dtensor(x: Opaque, read_at: ReadAt, what: str) -> Shards:
     if is_subclass(tensor):
         raise Unsupported(
             f"{what}: holds a DTensor whose parts are {tensor.args[1]}, which ckpttool joins only where "
-            "torch.distributed.checkpoint saved them. Save with that, or leave this component out."
+            "torch.distributed.checkpoint saved them. Save with that, or leave this component out.",
+            code="CKPT0319",
         )
     if not isinstance(tensor, StoredTensor):
         raise ValueError("no local tensor")
@@ -209,7 +210,9 @@ def _read_dtensor(x: Opaque, read_at: ReadAt, what: str) -> Shards:
         if kind == "Replicate":
             continue
         if kind not in ("Shard", "_StridedShard") or type(dim) is not int:
-            raise Unsupported(f"{what}: holds a DTensor with placement {kind}, which a checkpoint cannot hold.")
+            raise Unsupported(
+                f"{what}: holds a DTensor with placement {kind}, which a checkpoint cannot hold.", code="CKPT0319"
+            )
         cuts.append(PlacementCut(dim, sizes[d], at[d], split if kind == "_StridedShard" else 1))
         slice_at, slices = slice_at * sizes[d] + at[d], slices * sizes[d]
     pieces, box = local_pieces(shape, cuts)

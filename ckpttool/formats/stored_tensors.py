@@ -276,7 +276,10 @@ def inline_tensors(x: object, read_at: ReadAt, what: str, most: int = 64 << 20) 
     """
     total = sum(max(t.storage.length, prod(t.shape) * ITEMSIZE[t.dtype]) for t in tensors_in(x))
     if total > most:
-        raise Unsupported(f"{what}: {total} bytes of tensors inside a container that is not a dict or list of tensors.")
+        raise Unsupported(
+            f"{what}: {total} bytes of tensors inside a container that is not a dict or list of tensors.",
+            code="CKPT0307",
+        )
 
     def one(t: StoredTensor) -> Inline:
         """Read the bytes of one tensor.
@@ -286,7 +289,7 @@ def inline_tensors(x: object, read_at: ReadAt, what: str, most: int = 64 << 20) 
         """
         whole = read_at(t.storage.offset, t.storage.length)
         if t.storage.crc32 is not None and crc32(whole) != t.storage.crc32:
-            raise Corrupt(f"{what}: a tensor inside it does not match its CRC32; the file is damaged.")
+            raise Corrupt(f"{what}: a tensor inside it does not match its CRC32; the file is damaged.", code="CKPT0405")
         raw = whole[t.at : t.at + t.span]
         return Inline(t.dtype, t.shape, raw if t.contiguous else gather_strided(raw, t))
 

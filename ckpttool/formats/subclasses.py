@@ -85,13 +85,17 @@ def split_subclass(x: Opaque, kind: type, what: str) -> tuple[dict[str, Any], di
     """
     _, cls, args, state = x.args
     if not isinstance(args, tuple) or len(args) != 8 or args[0] != cls:
-        raise Corrupt(f"{what}: a {cls} is put together from {short(args)}; torch does not write that.")
+        raise Corrupt(
+            f"{what}: a {cls} is put together from {short(args)}; torch does not write that.", code="CKPT0407"
+        )
     _, dtype, shape, stride, offset, *_ = args
     sizes = all(isinstance(s, tuple) and all(type(k) is int and k >= 0 for k in s) for s in (shape, stride))
     if not isinstance(dtype, Global) or not sizes or len(shape) != len(stride) or offset != 0:
-        raise Corrupt(f"{what}: a {cls} is put together from {short(args)}; torch does not write that.")
+        raise Corrupt(
+            f"{what}: a {cls} is put together from {short(args)}; torch does not write that.", code="CKPT0407"
+        )
     if not isinstance(state, dict):
-        raise Corrupt(f"{what}: the state of a {cls} is {short(state)}.")
+        raise Corrupt(f"{what}: the state of a {cls} is {short(state)}.", code="CKPT0407")
     tensors: dict[str, Any] = {}
     kept = _replace_tensors(state, (), kind, tensors)
     about = {"class": cls, "dtype": dtype.name, "shape": list(shape), "tensors": list(tensors), "state": kept}
@@ -150,7 +154,8 @@ def put_together(found: Composite, tensors: Mapping[str, object]) -> Opaque:
         raise Unsupported(
             f'"{joined(found.path)}" is a {class_label(found.about)} on some ranks and a plain tensor on others, which '
             "one object cannot be. dcp carries it at the world size of the save; "
-            f"{argument('dequantize', ['optim.*'])} writes plain numbers."
+            f"{argument('dequantize', ['optim.*'])} writes plain numbers.",
+            code="CKPT0319",
         )
     return rebuild_call(found.about, tensors)
 

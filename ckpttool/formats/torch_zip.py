@@ -65,7 +65,9 @@ MAX_PICKLE_BYTES = 256 << 20
 
 def _malformed(what: str, problem: str) -> Corrupt:
     """Make the error for a file that torch.save cannot have written: `what` names the file, `problem` is the reason."""
-    return Corrupt(f"{what}: {problem}. torch.save does not write that: the file is damaged. Use another copy.")
+    return Corrupt(
+        f"{what}: {problem}. torch.save does not write that: the file is damaged. Use another copy.", code="CKPT0407"
+    )
 
 
 def name_at_save(read_at: ReadAt, length: int) -> str | None:
@@ -123,7 +125,8 @@ def refuse_copied(found: str, allow_equal_ranks: bool) -> list[str]:
     if allow_equal_ranks:
         return [MixupNote(found)]
     raise Corrupt(
-        f"{found}. Fetch the files again. If files are renamed on purpose, use {argument('allow_equal_ranks', True)}."
+        f"{found}. Fetch the files again. If files are renamed on purpose, use {argument('allow_equal_ranks', True)}.",
+        code="CKPT0410",
     )
 
 
@@ -160,22 +163,23 @@ def read(
     if "constants.pkl" in records:
         raise torchscript_error(what)
     if "data.pkl" not in records:
-        raise Corrupt(f"{what}: this zip has no data.pkl, so torch.save did not write it.")
+        raise Corrupt(f"{what}: this zip has no data.pkl, so torch.save did not write it.", code="CKPT0407")
     order = records.get("byteorder")
     if order is not None:
         value = read_at(order.offset, min(order.length, 16))
         if value == b"big":
             raise Unsupported(
-                f"{what}: it was written on a big-endian machine. Load and save it there with torch as little-endian."
+                f"{what}: it was written on a big-endian machine. Load and save it there with torch as little-endian.",
+                code="CKPT0306",
             )
         if value != b"little":
             raise _malformed(what, f"its byte order is {value!r}")
     pkl = records["data.pkl"]
     if pkl.length > MAX_PICKLE_BYTES:
-        raise Unsafe(f"{what}: data.pkl has {pkl.length} bytes.")
+        raise Unsafe(f"{what}: data.pkl has {pkl.length} bytes.", code="CKPT0704")
     data = read_at(pkl.offset, pkl.length)
     if pkl.crc32 and crc32(data) != pkl.crc32:
-        raise Corrupt(f"{what}: data.pkl does not match its CRC32; the file is damaged.")
+        raise Corrupt(f"{what}: data.pkl does not match its CRC32; the file is damaged.", code="CKPT0405")
 
     kinds: dict[str, str] = {}
     unread: list[tuple[Any, str]] = []
@@ -190,7 +194,8 @@ def read(
         dtype, key, numel = _parse_storage_id(pid, what)
         if kinds.setdefault(key, dtype or "uint8") != (dtype or "uint8"):
             raise Corrupt(
-                f"{what}: storage {key!r} is declared as {kinds[key]} and as {dtype}; torch reads both as the first."
+                f"{what}: storage {key!r} is declared as {kinds[key]} and as {dtype}; torch reads both as the first.",
+                code="CKPT0407",
             )
         record = records.get(f"data/{key}")
         if record is None:
@@ -199,7 +204,8 @@ def read(
         if numel * itemsize != record.length:
             raise Corrupt(
                 f"{what}: storage {key!r} holds {record.length} bytes, but the pickle declares {numel} elements of "
-                f"{dtype or 'one byte'}."
+                f"{dtype or 'one byte'}.",
+                code="CKPT0407",
             )
         return Storage(dtype, record.offset, record.length, record.crc32 or None)
 
@@ -261,7 +267,7 @@ def _parse_storage_id(pid: object, what: str) -> tuple[str | None, str, int]:
     elif cls.module == "torch" and cls.name in _DTYPE_OF_STORAGE:
         dtype = _DTYPE_OF_STORAGE[cls.name]
     else:
-        raise Unsupported(f"{what}: storage of class {cls}.")
+        raise Unsupported(f"{what}: storage of class {cls}.", code="CKPT0319")
     if not isinstance(key, str) or type(numel) is not int or not 0 <= numel <= MAX_NUMEL:
         raise _malformed(what, f"a storage has {short(numel)} elements")
     return dtype, key, numel
@@ -297,7 +303,8 @@ def drop_attributes(x: object, state: object, what: str) -> Any:
             if name in _ACTING:
                 raise Unsupported(
                     f"{what}: a tensor has an attribute {name!r}, which puts other numbers in the place of its own. "
-                    "Save plain tensors."
+                    "Save plain tensors.",
+                    code="CKPT0319",
                 )
     return x
 
@@ -320,26 +327,31 @@ def rebuild_from_type(what: str, func: object, cls: object, args: object, state:
     if func == WRAPPER and isinstance(cls, Global) and isinstance(args, tuple):
         args = tuple(_checked_size(x, what) if isinstance(x, Opaque) and x.cls == _SIZE else x for x in args)
         if is_dangerous(cls):
-            raise Unsafe(f"{what}: the pickle makes a tensor of class {cls}, which is not training state.")
+            raise Unsafe(
+                f"{what}: the pickle makes a tensor of class {cls}, which is not training state.", code="CKPT0701"
+            )
         if cls.module.startswith("torch.") and cls.name in ("DTensor", "ShardedTensor"):
             raise Unsupported(
                 f"{what}: holds a {cls.name}, which is one rank's part of a tensor. Save the whole state with "
-                "torch.distributed.checkpoint, or tensor.full_tensor()."
+                "torch.distributed.checkpoint, or tensor.full_tensor().",
+                code="CKPT0319",
             )
         if cls.name == "NestedTensor":
             raise Unsupported(
-                f"{what}: holds a nested (jagged) tensor; ckpttool moves dense ones. Convert it to dense first."
+                f"{what}: holds a nested (jagged) tensor; ckpttool moves dense ones. Convert it to dense first.",
+                code="CKPT0319",
             )
         dense = dense_inside(cls, state)
         if isinstance(dense, StoredTensor):
             if args[1:3] != (Global("torch", dense.dtype), dense.shape):
                 raise Corrupt(
-                    f"{what}: a {cls} of {short(args[1:3])} holds a {dense.dtype} tensor of {list(dense.shape)}."
+                    f"{what}: a {cls} of {short(args[1:3])} holds a {dense.dtype} tensor of {list(dense.shape)}.",
+                    code="CKPT0407",
                 )
             return dense._replace(wrapper=cls.name)
         return Opaque(REBUILD, (func, cls, args, state), call=True)
     if isinstance(func, Global) or not callable(func) or not isinstance(args, tuple):
-        raise Unsafe(f"{what}: the pickle calls {short(func)}.")
+        raise Unsafe(f"{what}: the pickle calls {short(func)}.", code="CKPT0701")
     return drop_attributes(func(*args), state, what)
 
 
@@ -376,7 +388,7 @@ def _refuse_unread(tree: object, unread: list[tuple[Any, str]], what: str, later
         }
         return map_tensors(tree, lambda t: Refused(reasons[id(t)]) if id(t) in reasons else t)
     if unread:
-        raise Unsupported(_unread_text(tree, *unread[0], what))
+        raise Unsupported(_unread_text(tree, *unread[0], what), code="CKPT0307")
     return tree
 
 
@@ -472,12 +484,14 @@ class _TensorBuilder:
         out = StoredTensor(kind, size, stride, storage, at)
         if 0 in stride and prod(size) * ITEMSIZE[kind] > max(1 << 30, 64 * storage.length):
             raise Unsupported(
-                f"{what}: a tensor of size {size} expanded from {storage.length} bytes; save a contiguous one."
+                f"{what}: a tensor of size {size} expanded from {storage.length} bytes; save a contiguous one.",
+                code="CKPT0319",
             )
         if at + out.span > storage.length:
             raise Corrupt(
                 f"{what}: a tensor of size {size}, stride {stride}, offset {offset} reaches past its storage of "
-                f"{storage.length} bytes."
+                f"{storage.length} bytes.",
+                code="CKPT0407",
             )
         self._check_grad(out, grad)
         if bits:
@@ -582,7 +596,8 @@ class _TensorBuilder:
 
         def refuse(*_: Any) -> Any:
             raise Unsupported(
-                f"{self.what}: holds a {kind} tensor; ckpttool moves dense ones. Convert it to dense first."
+                f"{self.what}: holds a {kind} tensor; ckpttool moves dense ones. Convert it to dense first.",
+                code="CKPT0319",
             )
 
         return refuse
@@ -673,13 +688,14 @@ def _read_legacy(
     head = read_at(base, min(length, 32))
     if magic not in head:
         if length == 0:
-            raise Corrupt(f"{what}: the file is empty.")
+            raise Corrupt(f"{what}: the file is empty.", code="CKPT0404")
         # a bare pickle: look at it, so that one that runs code is named for what it is
         if head[:1] in (b"\x80", b"c", b"("):
             load(read_at(base, min(length, MAX_PICKLE_BYTES)), what=what)
             raise Unsupported(
                 f"{what} is a plain pickle, which torch.save does not write. Load it where it was made, and save its "
-                "state dict with torch.save."
+                "state dict with torch.save.",
+                code="CKPT0306",
             )
         other_files.refuse_foreign_file(read_at(base, min(other_files.HEAD_BYTES, length)), what)
         raise _malformed(what, "it is neither a zip nor a legacy torch.save file")
@@ -691,7 +707,9 @@ def _read_legacy(
         except _Cut:
             if window >= length:
                 break
-    raise Corrupt(f"{what}: the file ends within its pickles. The copy is incomplete; fetch the file again.")
+    raise Corrupt(
+        f"{what}: the file ends within its pickles. The copy is incomplete; fetch the file again.", code="CKPT0403"
+    )
 
 
 def _first_bytes(read_at: ReadAt, base: int, length: int) -> bytes:
@@ -744,7 +762,7 @@ def _parse_legacy(
             Unsupported: it is of torch < 0.4, or of an unknown class.
         """
         if isinstance(pid, tuple) and len(pid) == 6 and pid[5] is not None:
-            raise Unsupported(f"{what}: a storage view of torch < 0.4.")
+            raise Unsupported(f"{what}: a storage view of torch < 0.4.", code="CKPT0306")
         dtype, key, numel = _parse_storage_id(pid[:5] if isinstance(pid, tuple) and len(pid) == 6 else None, what)
         if wanted.setdefault(key, (dtype, numel)) != (dtype, numel):
             raise _malformed(what, f"storage {key!r} is declared twice with different types")
@@ -757,7 +775,8 @@ def _parse_legacy(
             info, at = load(data, start=at, what=what)
         if isinstance(info, dict) and info.get("little_endian") is False:
             raise Unsupported(
-                f"{what}: it was written on a big-endian machine. Load and save it there with torch as little-endian."
+                f"{what}: it was written on a big-endian machine. Load and save it there with torch as little-endian.",
+                code="CKPT0306",
             )
         obj, at = load(data, {**_tensor_stand_ins(what, unread, later), **stand_ins}, persistent, start=at, what=what)
         obj = _refuse_unread(obj, unread, what, later)
@@ -772,7 +791,8 @@ def _parse_legacy(
         raw = read_at(base + at, 8) if at + 8 <= length else b""
         if len(raw) != 8:
             raise Corrupt(
-                f"{what}: the file ends before storage {key!r}. The copy is incomplete; fetch the file again."
+                f"{what}: the file ends before storage {key!r}. The copy is incomplete; fetch the file again.",
+                code="CKPT0403",
             )
         count = struct.unpack("<q", raw)[0]
         if count != numel:

@@ -54,7 +54,7 @@ def repair_torch_file(read_at: ReadAt, length: int, what: str) -> Patch | None:
         return None if ends_like_zip(read_at, length) else _repair_zip(read_at, length, what)
     if LEGACY in head:
         return _repair_legacy(read_at, length, what)
-    raise Corrupt(f"{what}: it begins neither like a zip nor like a legacy torch.save file.")
+    raise Corrupt(f"{what}: it begins neither like a zip nor like a legacy torch.save file.", code="CKPT0407")
 
 
 class _FoundRecord(NamedTuple):
@@ -92,9 +92,11 @@ def _read_storages(read_at: ReadAt, start: int, length: int, what: str) -> tuple
         except pickles.Truncated:
             continue
         if (total := sum(n for _, n in found.values())) > _MOST_BYTES:
-            raise Corrupt(f"{what}: its storages would have {total} bytes.")
+            raise Corrupt(f"{what}: its storages would have {total} bytes.", code="CKPT0407")
         return found, start + end
-    raise Corrupt(f"{what} was cut off within its pickle, before the first tensor. Nothing of it can be read.")
+    raise Corrupt(
+        f"{what} was cut off within its pickle, before the first tensor. Nothing of it can be read.", code="CKPT0403"
+    )
 
 
 def _repair_zip(read_at: ReadAt, length: int, what: str) -> Patch:
@@ -141,7 +143,9 @@ def _repair_zip(read_at: ReadAt, length: int, what: str) -> Patch:
         found.append(_FoundRecord(name, at, offset, size, descriptor[0]))
         present = at = descriptor[1]
     if not sizes and not any(r.name.endswith("/data.pkl") for r in found):
-        raise Corrupt(f"{what}: its first records are damaged, so the sizes of its tensors are not known.")
+        raise Corrupt(
+            f"{what}: its first records are damaged, so the sizes of its tensors are not known.", code="CKPT0407"
+        )
     there = {r.name.partition("/")[2] for r in found}
     made: list[tuple[int, bytes]] = []
     entries = [(r.name, r.header, r.length, r.crc32, True) for r in found]
@@ -236,10 +240,13 @@ def _repair_legacy(read_at: ReadAt, length: int, what: str) -> Patch | None:
         except pickles.Truncated:
             continue
     else:
-        raise Corrupt(f"{what} was cut off within its pickles, before the first tensor. Nothing of it can be read.")
+        raise Corrupt(
+            f"{what} was cut off within its pickles, before the first tensor. Nothing of it can be read.",
+            code="CKPT0403",
+        )
     named = isinstance(keys, list) and sorted(map(str, keys)) == sorted(sizes)
     if not named or sum(n for _, n in sizes.values()) > _MOST_BYTES:
-        raise Corrupt(f"{what}: the list of its storages disagrees with its pickle.")
+        raise Corrupt(f"{what}: the list of its storages disagrees with its pickle.", code="CKPT0407")
     made = []
     for key in keys:
         elements, n = sizes[str(key)]
@@ -265,10 +272,11 @@ def repair_safetensors_file(read_at: ReadAt, length: int, what: str) -> Patch | 
         cut = f"{what} was cut off within its header of {n} bytes. Nothing of it can be read."
         looks = length < 9 or read_at(8, 1) == b"{"
         raise Corrupt(
-            cut if n <= safetensors_header.MAX_HEADER_BYTES and looks else f"{what} is not a safetensors file."
+            cut if n <= safetensors_header.MAX_HEADER_BYTES and looks else f"{what} is not a safetensors file.",
+            code="CKPT0403",
         )
     if n > safetensors_header.MAX_HEADER_BYTES:
-        raise Corrupt(f"{what} is not a safetensors file.")
+        raise Corrupt(f"{what} is not a safetensors file.", code="CKPT0406")
     data: Any = parse(read_at(8, n), what)
     ends = [0]
     for name, t in data.items() if isinstance(data, dict) else ():

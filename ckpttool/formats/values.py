@@ -131,7 +131,9 @@ class _Writer:
             return f'{{"$complex": {self.items((x.real, x.imag))}}}'
         if id(x) in self.above or len(self.above) >= _DEEPEST:
             why = "holds itself" if id(x) in self.above else f"is nested deeper than {MAX_DEPTH}"
-            raise Unsupported(f'the value "{_show_name(self.name)}" {why}; values.json cannot keep it.')
+            raise Unsupported(
+                f'the value "{_show_name(self.name)}" {why}; values.json cannot keep it.', code="CKPT0316"
+            )
         self.above.add(id(x))
         try:
             return self.container(x, kind)
@@ -150,7 +152,9 @@ class _Writer:
             return f'{{"$ordered": {self.items(map(list, x.items()))}}}'
         if kind is BackReference:
             if self.labels is None or x.label not in self.labels:
-                raise Unsupported(f'the value "{_show_name(self.name)}" refers to an instance that it does not hold.')
+                raise Unsupported(
+                    f'the value "{_show_name(self.name)}" refers to an instance that it does not hold.', code="CKPT0316"
+                )
             return f'{{"$again": {x.label}}}'
         if kind is list:
             return self.items(x)
@@ -166,7 +170,8 @@ class _Writer:
         raise Unsupported(
             f'the value "{_show_name(self.name)}" holds a {kind.__module__}.{kind.__qualname__}, which values.json '
             "cannot "
-            "keep."
+            "keep.",
+            code="CKPT0316",
         )
 
     def items(self, x: Iterable[object]) -> str:
@@ -187,7 +192,9 @@ class _Writer:
         labels = self.labels = set() if self.labels is None else self.labels
         args = self.items(x.args)
         if x.label in labels:
-            raise Unsupported(f'the value "{_show_name(self.name)}" holds two instances with the label {x.label}.')
+            raise Unsupported(
+                f'the value "{_show_name(self.name)}" holds two instances with the label {x.label}.', code="CKPT0316"
+            )
         labels |= set() if x.label is None else {x.label}
         # in the order of a pickle, which says what comes before what
         items, pairs, state = self.items(x.list_items), ", ".join(map(self.items, x.dict_items)), self.text(x.state)
@@ -294,9 +301,12 @@ def decode(data: bytes, what: str) -> dict[str, Value]:
         out = from_json_tree(tree)
         same = encode(out) == data
     except (ValueError, TypeError, Unsupported) as e:
-        raise Corrupt(f"{what}: damaged, or not written by ckpttool ({e}).") from None
+        raise Corrupt(f"{what}: damaged, or not written by ckpttool ({e}).", code="CKPT0406") from None
     if not same:
-        raise Corrupt(f"{what}: not spelled as ckpttool spells these values; damaged, or written by something else.")
+        raise Corrupt(
+            f"{what}: not spelled as ckpttool spells these values; damaged, or written by something else.",
+            code="CKPT0406",
+        )
     return out
 
 

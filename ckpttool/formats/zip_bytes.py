@@ -45,7 +45,9 @@ def first_record_name(head: bytes) -> str:
 
 def torchscript_error(what: str) -> Unsupported:
     """Make the error for an archive of torch.jit.save; `what` names the file."""
-    return Unsupported(f"{what}: this is a TorchScript archive, which is a program. Save model.state_dict() instead.")
+    return Unsupported(
+        f"{what}: this is a TorchScript archive, which is a program. Save model.state_dict() instead.", code="CKPT0307"
+    )
 
 
 class ZipRecord(NamedTuple):
@@ -79,31 +81,32 @@ def zip_records(read_at: ReadAt, base: int, length: int, what: str) -> dict[str,
     tail = read_at(base + length - tail_length, tail_length)
     if len(tail) < 22 or tail[-22:-18] != b"PK\x05\x06":
         if b"PK\x05\x06" in tail:
-            raise Unsafe(f"{what}: bytes follow the end of the zip.")
+            raise Unsafe(f"{what}: bytes follow the end of the zip.", code="CKPT0703")
         raise Corrupt(
             f"{what}: the zip has no end record in its last bytes. It was cut off or overwritten while it was "
-            "written; fetch the file again."
+            "written; fetch the file again.",
+            code="CKPT0403",
         )
     _, disk, cd_disk, here, count, cd_size, cd_offset, comment = _EOCD.unpack(tail[-22:])
     if 0xFFFF in (here, count) or 0xFFFFFFFF in (cd_size, cd_offset) or tail[-42:-38] == b"PK\x06\x07":
         if tail[-42:-38] != b"PK\x06\x07" or tail[-98:-94] != b"PK\x06\x06":
-            raise Corrupt(f"{what}: the zip64 end record is missing.")
+            raise Corrupt(f"{what}: the zip64 end record is missing.", code="CKPT0407")
         _, _, at64, disks = _LOCATOR64.unpack(tail[-42:-22])
         _, size64, _, _, disk, cd_disk, here, count, cd_size, cd_offset = _EOCD64.unpack(tail[-98:-42])
         if size64 != 44 or disks > 1 or at64 != length - 98:
-            raise Unsafe(f"{what}: the zip64 end record is not where it says.")
+            raise Unsafe(f"{what}: the zip64 end record is not where it says.", code="CKPT0703")
         end_of_directory = length - 98
     else:
         end_of_directory = length - 22
     if comment or disk or cd_disk or here != count or cd_offset + cd_size != end_of_directory:
-        raise Unsafe(f"{what}: the zip's directory is not where its end record says.")
+        raise Unsafe(f"{what}: the zip's directory is not where its end record says.", code="CKPT0703")
     directory = read_at(base + cd_offset, cd_size)
     out: dict[str, ZipRecord] = {}
     spans: list[tuple[int, int]] = []
     root, at = None, 0
     for _ in range(count):
         if directory[at : at + 4] != b"PK\x01\x02" or at + 46 > cd_size:
-            raise Corrupt(f"{what}: the zip's directory is damaged at entry {len(out)}.")
+            raise Corrupt(f"{what}: the zip's directory is damaged at entry {len(out)}.", code="CKPT0407")
         (_, _, _, flags, method, _, _, crc, packed, size, n, extra_n, comment_n, _, _, attributes, header) = (
             _CENTRAL.unpack(directory[at : at + 46])
         )
@@ -114,31 +117,33 @@ def zip_records(read_at: ReadAt, base: int, length: int, what: str) -> dict[str,
         try:
             name = raw_name.decode("utf-8")
         except UnicodeDecodeError:
-            raise Unsafe(f"{what}: a record name is not UTF-8.") from None
+            raise Unsafe(f"{what}: a record name is not UTF-8.", code="CKPT0703") from None
         folder, _, short = name.partition("/")
         if short.startswith("code/"):
             raise torchscript_error(what)
         if method != 0 or packed != size:
             raise Unsafe(
                 f"{what}: record {name!r} is compressed ({packed} -> {size} bytes). torch never does that; refused, "
-                "since it could decompress without limit."
+                "since it could decompress without limit.",
+                code="CKPT0704",
             )
         if flags & 0x2041:
-            raise Unsafe(f"{what}: record {name!r} is encrypted.")
+            raise Unsafe(f"{what}: record {name!r} is encrypted.", code="CKPT0703")
         root = root if root is not None else folder
         if folder != root or not short or ".." in short.split("/") or "\\" in name or "\0" in name:
-            raise Unsafe(f"{what}: record {name!r} is outside the folder {root!r} of the archive.")
+            raise Unsafe(f"{what}: record {name!r} is outside the folder {root!r} of the archive.", code="CKPT0702")
         if attributes & 0x10 or name.endswith("/"):
             raise Unsafe(
                 f"{what}: record {name!r} is marked as a folder. torch then reads nothing from it and leaves memory as "
-                "it was, other readers see its bytes; take another copy of the file."
+                "it was, other readers see its bytes; take another copy of the file.",
+                code="CKPT0703",
             )
         if short in out:
-            raise Unsafe(f"{what}: two records are named {name!r}; readers differ on which counts.")
+            raise Unsafe(f"{what}: two records are named {name!r}; readers differ on which counts.", code="CKPT0703")
         out[short] = ZipRecord(short, header, size, crc)  # offset is the header's until _settle
         spans.append((header, n))
     if at != cd_size:
-        raise Unsafe(f"{what}: {cd_size - at} bytes of the zip's directory belong to no entry.")
+        raise Unsafe(f"{what}: {cd_size - at} bytes of the zip's directory belong to no entry.", code="CKPT0703")
     return _locate_data(read_at, base, out, spans, cd_offset, root or "", what)
 
 
@@ -206,7 +211,7 @@ def _apply_zip64(extra: bytes, packed: int, size: int, header: int, what: str) -
                 packed = next(fields) if packed == 0xFFFFFFFF else packed
                 header = next(fields) if header == 0xFFFFFFFF else header
             except StopIteration:
-                raise Corrupt(f"{what}: a zip64 field is too short.") from None
+                raise Corrupt(f"{what}: a zip64 field is too short.", code="CKPT0407") from None
         at += 4 + n
     return packed, size, header
 
@@ -243,17 +248,22 @@ def _locate_data(
         read_at.prefetch((base + header, 30 + n) for _, (header, n) in ordered)
     for record, (header, n) in ordered:
         if header < previous or header + 30 + n > end:
-            raise Unsafe(f"{what}: record {record.name!r} overlaps another one.")
+            raise Unsafe(f"{what}: record {record.name!r} overlaps another one.", code="CKPT0703")
         head = read_at(base + header, 30 + n)
         sig, _, flags, method, _, _, crc, _, size, name_n, extra_n = _LOCAL.unpack(head[:30])
         stated = f"{root}/{record.name}".encode()
         if sig != b"PK\x03\x04" or method != 0 or name_n != n or head[30:] != stated:
-            raise Unsafe(f"{what}: the local header of {record.name!r} disagrees with the zip's directory.")
+            raise Unsafe(
+                f"{what}: the local header of {record.name!r} disagrees with the zip's directory.", code="CKPT0703"
+            )
         if not flags & 8 and (crc != record.crc32 or size not in (record.length, 0xFFFFFFFF)):
-            raise Unsafe(f"{what}: the local header of {record.name!r} has another size or CRC than the directory.")
+            raise Unsafe(
+                f"{what}: the local header of {record.name!r} has another size or CRC than the directory.",
+                code="CKPT0703",
+            )
         data = header + 30 + n + extra_n
         if data + record.length > end:
-            raise Corrupt(f"{what}: record {record.name!r} reaches past the data of the zip.")
+            raise Corrupt(f"{what}: record {record.name!r} reaches past the data of the zip.", code="CKPT0407")
         previous = data + record.length
         out[record.name] = record._replace(offset=base + data)
     return out
