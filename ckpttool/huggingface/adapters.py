@@ -59,7 +59,8 @@ def keep_adapter_only(ckpt: Checkpoint, config: dict[str, Any], wanted: str | No
     if not isinstance(kind, str) or kind not in _METHODS:
         raise Unsupported(
             f"adapter_config.json describes a {str(kind)[:40]!r} adapter; ckpttool knows only {', '.join(_METHODS)}. "
-            "Save it with PEFT's save_pretrained."
+            "Save it with PEFT's save_pretrained.",
+            code="CKPT0322",
         )
     prefix, ends = _METHODS[kind]
     known = re.compile(f"{prefix}({ends})")
@@ -77,7 +78,9 @@ def keep_adapter_only(ckpt: Checkpoint, config: dict[str, Any], wanted: str | No
     for name in saved:
         own = _split_name(name, prefix)
         if own is not None and not known.fullmatch(own[0][-1]):
-            raise Unsupported(f'"{name}" fits no {kind} adapter that ckpttool knows. Save it with PEFT.')
+            raise Unsupported(
+                f'"{name}" fits no {kind} adapter that ckpttool knows. Save it with PEFT.', code="CKPT0322"
+            )
     lora.check_trained_tokens(config, saved.values())
     # the names of the file
     if not any(s.startswith(lora.ROOT) for s in saved.values()):  # injected, not wrapped; the file is the same
@@ -85,7 +88,8 @@ def keep_adapter_only(ckpt: Checkpoint, config: dict[str, Any], wanted: str | No
     if len(set(saved.values())) != len(saved):
         raise Unsupported(
             "two tensors of the adapter would get the same name in adapter_model.safetensors. Save it with PEFT's "
-            "save_pretrained."
+            "save_pretrained.",
+            code="CKPT0322",
         )
     renamed = {f"model.{n}": f"model.{s}" for n, s in saved.items()}
     called = f' "{adapter}"' if adapter else ""
@@ -129,7 +133,8 @@ def adapter_as_model(ckpt: Checkpoint) -> Checkpoint:
         }
         if len(tensors) < len(there):
             raise Unsupported(
-                f'Without "{prefix}" before them, two tensors would have the same name. Save the adapter with PEFT.'
+                f'Without "{prefix}" before them, two tensors would have the same name. Save the adapter with PEFT.',
+                code="CKPT0322",
             )
         recorded = {there[n]: d for n, d in ckpt.recorded.items() if n in there}
         return replace(
@@ -165,7 +170,8 @@ def base_names(names: Mapping[str, str]) -> dict[str, str]:
         if f"{module}.weight" in names or f"{lora.ROOT}{module}.weight" in names:
             raise Unsupported(
                 f'"{module}.weight" is stored next to the adapter of that module, not as its base_layer: the adapter '
-                "may be merged into it already. Give base model and adapter: ckpttool adapter merge BASE ADAPTER DST."
+                "may be merged into it already. Give base model and adapter: ckpttool adapter merge BASE ADAPTER DST.",
+                code="CKPT0321",
             )
     for name, stored in names.items():
         parts = name.removeprefix(lora.ROOT).split(".")
@@ -199,7 +205,8 @@ def _choose_adapter(names: Iterable[str], prefix: str, known: re.Pattern[str], w
     if not found:
         raise Unsupported(
             f"the checkpoint has no adapter: no tensor has {prefix}* in its name. If it was merged into the weights, "
-            "those are what to publish: write them without this option."
+            "those are what to publish: write them without this option.",
+            code="CKPT0321",
         )
     named = sorted(n for n in found if n is not None)
     if wanted is not None and wanted not in named:
@@ -208,14 +215,17 @@ def _choose_adapter(names: Iterable[str], prefix: str, known: re.Pattern[str], w
             if named
             else "the tensors of its only adapter do not have its name"
         )
-        raise UsageError(f"{argument('adapter_name', wanted)}: the checkpoint has no such adapter; {there}.")
+        raise UsageError(
+            f"{argument('adapter_name', wanted)}: the checkpoint has no such adapter; {there}.", code="CKPT0207"
+        )
     if wanted is not None:
         return wanted
     if len(named) < 2 or "default" in named:
         return "default" if "default" in named else next(iter(named), None)
     raise Unsupported(
         f'the checkpoint holds {len(named)} adapters ({", ".join(named[:8])}), and none of them is called "default". '
-        f"Name the one you mean: {argument('adapter_name', named[0])}."
+        f"Name the one you mean: {argument('adapter_name', named[0])}.",
+        code="CKPT0321",
     )
 
 

@@ -187,7 +187,8 @@ def _compute_blocks(weight: Encoded, rows: Rows, read: Read) -> Array:
         if of_zeros != of_scales:
             raise Corrupt(
                 f'"{weight.parts["zero_point"]}" has zero points in {list(of_zeros)}, and "{weight.scale}" scales in '
-                f"{list(of_scales)}."
+                f"{list(of_scales)}.",
+                code="CKPT0419",
             )
         zeros = _read_grid("zero_point", rows, weight.block[0], read).astype("f4")
         _combine(isub, numbers, zeros, weight.block, rows.first)
@@ -211,12 +212,15 @@ def _scale_by_whole(weight: Encoded, scale: Array, rows: Rows, read: Read) -> Ar
         if weight.scheme.startswith("nvfp4") and not weight.parts["codes"].endswith("qdata"):
             raise Corrupt(
                 f'"{weight.parts["codes"]}" is nvfp4 without the scale of the whole weight (weight_global_scale or '
-                "weight_scale_2), so that its numbers are not known."
+                "weight_scale_2), so that its numbers are not known.",
+                code="CKPT0419",
             )
         return scale
     shape = read.shape(of_whole)
     if prod(shape) not in (1, prod(read.shape("codes")[:-2])):
-        raise Corrupt(f'"{weight.parts[of_whole]}" has {list(shape)} numbers, and one scales a weight.')
+        raise Corrupt(
+            f'"{weight.parts[of_whole]}" has {list(shape)} numbers, and one scales a weight.', code="CKPT0419"
+        )
     whole = _read_grid(of_whole, rows, rows.end, read)
     if of_whole == "scale_2":
         scale *= whole
@@ -251,12 +255,14 @@ def _shape_of_packed(weight: Encoded, read: Read) -> tuple[int, ...]:
     if shape is None or len(shape) != len(words) or shape[:-1] != words[:-1] or not _fitting_bits(shape[-1], words[-1]):
         stated = "nothing says the shape of the parameter" if shape is None else f"the parameter is {list(shape)}"
         raise Corrupt(
-            f'"{weight.parts["codes"]}" holds integers packed in {list(words)} words of 32 bits, and {stated}.'
+            f'"{weight.parts["codes"]}" holds integers packed in {list(words)} words of 32 bits, and {stated}.',
+            code="CKPT0419",
         )
     if weight.shape is not None and shape != weight.shape:
         raise Corrupt(
             f'"{weight.weight}" is {list(shape)}, and the groups of config.json make {list(weight.shape)} with '
-            f'the scales in "{weight.parts["scale"]}".'
+            f'the scales in "{weight.parts["scale"]}".',
+            code="CKPT0419",
         )
     return shape
 
@@ -295,7 +301,10 @@ def _compute_packed(weight: Encoded, rows: Rows, read: Read) -> Array:
     if order is not None and not (order == -1).any() and not is_group_index(order, columns, scale.shape[1]):
         odd = "g_idx"
     if odd:
-        raise Corrupt(f'"{weight.parts[odd]}" does not fit {list(weight.shape)} codes in {scale.shape[1]:,} groups.')
+        raise Corrupt(
+            f'"{weight.parts[odd]}" does not fit {list(weight.shape)} codes in {scale.shape[1]:,} groups.',
+            code="CKPT0419",
+        )
     if order is not None and not (order == -1).any():
         scale, block = scale[:, order], (1, 1)
         zeros = zeros[:, order] if zeros.shape[1] > 1 else zeros

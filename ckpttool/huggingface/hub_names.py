@@ -120,13 +120,16 @@ def relate(
     layers = config.get("num_hidden_layers", config.get("n_layer"))
     if isinstance(layers, int) and layers > most:  # transformers would build them all
         weights = "" if tensors is None else f" for {len(tensors):,} weights"
-        raise Unsupported(f"config.json describes {layers:,} layers{weights}; it is that of another model.")
+        raise Unsupported(
+            f"config.json describes {layers:,} layers{weights}; it is that of another model.", code="CKPT0311"
+        )
     question = json.dumps({"config": config, "tensors": tensors, "judge": judge, "linear": linear}).encode()
     try:
         answer = json.loads(_ask_child(question))
     except (Corrupt, Unsafe) as e:
         raise Unsupported(
-            f"transformers cannot tell the Hub names of model_type {config.get('model_type')!r}: {str(e)[:300]}"
+            f"transformers cannot tell the Hub names of model_type {config.get('model_type')!r}: {str(e)[:300]}",
+            code="CKPT0333",
         ) from None
     views = {k: View(of, tuple(s), o, tuple(st)) for k, (of, s, o, st) in answer["views"].items()}
     verdict = None if answer["verdict"] is None else LoadVerdict(**answer["verdict"])
@@ -160,7 +163,10 @@ def find_pieces(relation: Relation) -> tuple[dict[str, list[Piece]], dict[str, s
             continue
         rows, columns = whole[-2:] if len(whole) > 1 else (1, 1)
         if view.shape[1:] != (columns,) or view.strides != (columns, 1):
-            raise Unsupported(f'"{name}" is neither whole rows of "{view.of}" nor all of it; ckpttool cannot split it.')
+            raise Unsupported(
+                f'"{name}" is neither whole rows of "{view.of}" nor all of it; ckpttool cannot split it.',
+                code="CKPT0316",
+            )
         matrix, first = divmod(view.offset // max(1, columns), rows)
         pieces.setdefault(view.of, []).append(Piece(name.removesuffix(".weight"), matrix, first, view.shape[0]))
     return pieces, moved

@@ -187,11 +187,14 @@ def make_config(saved: Shapes, *, lora_alpha: float, rslora: bool, base_model: s
     if shown := next((n for n in saved if TOKENS in n.split(".") or _OF_STACK.search(n)), None):
         raise Unsupported(
             f'"{shown}": which tokens were trained (trainable_token_indices), or which parameters (target_parameters) '
-            f"and with which rank, is in adapter_config.json alone. Give it with {argument('adapter_config')}."
+            f"and with which rank, is in adapter_config.json alone. Give it with {argument('adapter_config')}.",
+            code="CKPT0312",
         )
     rank_of = {m: saved[kinds["a"]][0] for m, kinds in modules.items() if "a" in kinds}
     if not rank_of:
-        raise Unsupported("the adapter has no lora_A, so its rank is not known. Save it with PEFT's save_pretrained.")
+        raise Unsupported(
+            "the adapter has no lora_A, so its rank is not known. Save it with PEFT's save_pretrained.", code="CKPT0322"
+        )
     usual = Counter(rank_of.values()).most_common(1)[0][0]
     of_adapter = {n for kinds in modules.values() for n in kinds.values()}
     whole = sorted({base_name(n).rpartition(".")[0] for n in saved if n not in of_adapter})
@@ -233,23 +236,26 @@ def refuse_unmergeable(config: Config, *, base_is_given: bool) -> None:
     if kind not in ("LORA", "TRAINABLE_TOKENS"):
         raise Unsupported(
             f"adapter_config.json describes a {str(kind)[:40]!r} adapter; ckpttool merges only LORA and "
-            f"TRAINABLE_TOKENS. {USE_PEFT}"
+            f"TRAINABLE_TOKENS. {USE_PEFT}",
+            code="CKPT0322",
         )
     known = KNOWN | _OF_TOKENS if kind == "TRAINABLE_TOKENS" else KNOWN
     for name, why in REFUSED.items():
         if config.get(name):
-            raise Unsupported(f"the adapter has {name} in adapter_config.json: {why}. {USE_PEFT}")
+            raise Unsupported(f"the adapter has {name} in adapter_config.json: {why}. {USE_PEFT}", code="CKPT0322")
     if unknown := sorted(str(k) for k, v in config.items() if k not in known and v):
         raise Unsupported(
             f"adapter_config.json sets {unknown[0][:60]!r}, which ckpttool does not know; it may change what the "
-            f"merged weights are. {USE_PEFT}"
+            f"merged weights are. {USE_PEFT}",
+            code="CKPT0322",
         )
     start = config.get("init_lora_weights")
     if base_is_given and isinstance(start, str) and _CHANGES_BASE.fullmatch(start):
         raise Unsupported(
             f"the adapter began with init_lora_weights={start[:40]!r}, which takes a part of the base weights away, so "
             "it does not fit the base model as published. Merge the state of the job, which holds the weights that are "
-            "left, or save the adapter with path_initial_model_for_weight_conversion."
+            "left, or save the adapter with path_initial_model_for_weight_conversion.",
+            code="CKPT0322",
         )
 
 
@@ -266,7 +272,8 @@ def check_trained_tokens(config: Config, saved: Iterable[str]) -> None:
     if config.get("trainable_token_indices") and not any(n.endswith(f".{TOKENS}") for n in saved):
         raise Corrupt(
             "adapter_config.json has trainable_token_indices, and no tensor of the adapter is of trained tokens. The "
-            "file is incomplete, or the config is another adapter's."
+            "file is incomplete, or the config is another adapter's.",
+            code="CKPT0418",
         )
 
 
@@ -287,12 +294,14 @@ def scaling(config: Config, module: str, rank: int) -> float:
     if type(alpha) not in (int, float) or not math.isfinite(alpha):
         raise Corrupt(
             f"adapter_config.json has no number as lora_alpha, but {str(alpha)[:40]!r}. It does not belong to this "
-            "adapter, or is damaged."
+            "adapter, or is damaged.",
+            code="CKPT0418",
         )
     if r != rank:
         raise Corrupt(
             f'adapter_config.json gives "{module}" the rank {str(r)[:40]}, but its lora_A has {rank} rows. It does not '
-            "belong to this adapter."
+            "belong to this adapter.",
+            code="CKPT0418",
         )
     return float(alpha / math.sqrt(rank) if config.get("use_rslora") else alpha / rank)
 
@@ -311,7 +320,7 @@ def pattern_value(config: Config, field: str, module: str, usual: Any) -> Any:
     """
     patterns = config.get(field) or {}
     if not isinstance(patterns, dict):
-        raise Corrupt(f"{field} in adapter_config.json is not an object.")
+        raise Corrupt(f"{field} in adapter_config.json is not an object.", code="CKPT0418")
     for pattern, value in patterns.items():
         if _pattern_matches(field, pattern, module):
             return value
@@ -335,12 +344,15 @@ def _pattern_matches(field: str, pattern: str, module: str) -> bool:
     if len(pattern) > 1000 or steps > 10**8 or _QUANTIFIED_GROUP.search(pattern):
         raise Unsupported(
             f"the pattern {pattern[:60]!r} in {field} could take forever to compare with a name, and it comes from a "
-            f"file. {USE_PEFT}"
+            f"file. {USE_PEFT}",
+            code="CKPT0322",
         )
     try:
         return re.match(rf"(.*\.)?({pattern})$", module) is not None
     except re.error as e:
-        raise Corrupt(f"{field} in adapter_config.json has {pattern[:60]!r}, which is not a pattern: {e}.") from None
+        raise Corrupt(
+            f"{field} in adapter_config.json has {pattern[:60]!r}, which is not a pattern: {e}.", code="CKPT0418"
+        ) from None
 
 
 # --------------------------------------------------------------------------------------------------------------- names
@@ -363,7 +375,7 @@ def group_by_wrapper(saved: Iterable[str]) -> dict[str, dict[str, str]]:
             continue
         kind = _KINDS.get(".".join(parts[at:]))
         if kind is None:
-            raise Unsupported(f'"{name}" is not a tensor of LoRA that ckpttool knows. {USE_PEFT}')
+            raise Unsupported(f'"{name}" is not a tensor of LoRA that ckpttool knows. {USE_PEFT}', code="CKPT0322")
         out.setdefault(".".join(parts[:at]).removeprefix(ROOT), {})[kind] = name
     return out
 

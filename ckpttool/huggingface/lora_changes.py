@@ -142,7 +142,8 @@ def plan_changes(
         for wrapper, kinds in one.wrappers.items():  # all of them first: how one is stored, others may tell
             if not {"a", "b"} <= kinds.keys():
                 raise Corrupt(
-                    f'"{wrapper}": the adapter has only {", ".join(sorted(kinds.values()))}. The file is incomplete.'
+                    f'"{wrapper}": the adapter has only {", ".join(sorted(kinds.values()))}. The file is incomplete.',
+                    code="CKPT0418",
                 )
         parameters = find_parameters(one.wrappers, saved, one.config, base)
         stacks: dict[str, list[tuple[Piece, str]]] = {}
@@ -172,7 +173,9 @@ def plan_changes(
                 continue
             target = _find_whole(one, tensor, base)
             if target in starts:
-                raise Unsupported(f'two of the adapters replace "{target}" as a whole. Merge one of them.')
+                raise Unsupported(
+                    f'two of the adapters replace "{target}" as a whole. Merge one of them.', code="CKPT0322"
+                )
             starts[target] = (name, tensor)
     _refuse_together(updates, rows)
     return {
@@ -190,11 +193,15 @@ def _refuse_together(updates: Mapping[str, Sequence[Update]], rows: Mapping[str,
     """
     for weight, several in updates.items():
         if len(several) > 1 and any(u.magnitude for u in several):
-            raise Unsupported(f'"{weight}" has several adapters, one of them with DoRA. Merge one of them.')
+            raise Unsupported(
+                f'"{weight}" has several adapters, one of them with DoRA. Merge one of them.', code="CKPT0322"
+            )
     for weight, parts in rows.items():
         indices = [i for part in parts for i in set(part.indices)]
         if weight in updates or len(set(indices)) < len(indices):
-            raise Unsupported(f'two of the adapters change the same rows of "{weight}". Merge one of them.')
+            raise Unsupported(
+                f'two of the adapters change the same rows of "{weight}". Merge one of them.', code="CKPT0322"
+            )
 
 
 def _require_target(target: str, name: str, base: Shapes) -> str:
@@ -208,7 +215,8 @@ def _require_target(target: str, name: str, base: Shapes) -> str:
     raise Unsupported(
         f'"{name}" of the adapter belongs to "{target}", which the base model does not have; its first tensor is '
         f'"{next(iter(base), None)}". Give the model that the adapter was trained on ({argument("config")} tells the '
-        "names of its weights in memory)."
+        "names of its weights in memory).",
+        code="CKPT0323",
     )
 
 
@@ -225,7 +233,9 @@ def _find_whole(one: _Adapter, name: str, base: Shapes) -> str:
     if base[target] != shape:
         raise Corrupt(
             f'"{name}" of the adapter is {list(shape)}, but "{target}" of the base model is {list(base[target])}. If '
-            "the vocabulary was resized for the adapter, resize the base model first, as for PeftModel.from_pretrained."
+            "the vocabulary was resized for the adapter, resize the base model first, as for "
+            "PeftModel.from_pretrained.",
+            code="CKPT0418",
         )
     return target
 
@@ -244,12 +254,14 @@ def _find_rows(one: _Adapter, name: str, base: Shapes) -> tuple[str, NewRows]:
     if not isinstance(said, list) or not all(type(i) is int and 0 <= i < base[target][0] for i in said):
         raise Corrupt(
             f'adapter_config.json does not say which of the {base[target][0]} rows of "{target}" are trained, but '
-            f"{str(said)[:60]}. It does not belong to this adapter, or the adapter not to this base model."
+            f"{str(said)[:60]}. It does not belong to this adapter, or the adapter not to this base model.",
+            code="CKPT0418",
         )
     if one.saved[name] != (len(said), *base[target][1:]):
         raise Corrupt(
             f'"{name}" of the adapter is {list(one.saved[name])}, but adapter_config.json names {len(said)} rows of '
-            f'"{target}", {list(base[target])}. They do not belong together.'
+            f'"{target}", {list(base[target])}. They do not belong together.',
+            code="CKPT0418",
         )
     return target, NewRows(one.name, name, tuple(said))
 
@@ -275,7 +287,7 @@ def find_parameters(
     """
     wanted = config.get("target_parameters") or ()
     if not isinstance(wanted, list | tuple) or not all(isinstance(n, str) for n in wanted):
-        raise Corrupt("target_parameters in adapter_config.json is not a list of names.")
+        raise Corrupt("target_parameters in adapter_config.json is not a list of names.", code="CKPT0418")
     nested: dict[str, list[str]] = {}
     for wrapper in wrappers if wanted else ():
         nested.setdefault(base_name(wrapper), []).append(wrapper)
@@ -291,7 +303,8 @@ def find_parameters(
         if len(names) != len(here) or len(names) > _MOST_WRAPPERS:
             raise Corrupt(
                 f'the adapter has LoRA for {len(here)} parameters of "{module}", and target_parameters names '
-                f"{len(names)} there ({', '.join(n.rpartition('.')[2] for n in names)}). They do not belong together."
+                f"{len(names)} there ({', '.join(n.rpartition('.')[2] for n in names)}). They do not belong together.",
+                code="CKPT0418",
             )
         pairs = {w: (saved.get(wrappers[w].get("a", "")), saved.get(wrappers[w].get("b", ""))) for w in here}
         out |= _assign(module, {w: (a, b) for w, (a, b) in pairs.items() if a and b}, names, base, _is_old(config))
@@ -332,12 +345,14 @@ def _assign(
     if not orders:
         raise Corrupt(
             f'"{module}": lora_A and lora_B {", ".join(f"{list(a)} {list(b)}" for a, b in pairs.values())} do not fit '
-            f"the parameters of the base model, {shown}. They do not belong to one model."
+            f"the parameters of the base model, {shown}. They do not belong to one model.",
+            code="CKPT0418",
         )
     if len(orders) > 1:
         raise Unsupported(
             f'"{module}": the parameters {shown} have the same shape, and the file does not say which LoRA is whose. '
-            f"{USE_PEFT}"
+            f"{USE_PEFT}",
+            code="CKPT0322",
         )
     ways = {w: _ways(*pair, base[n]) for (w, pair), n in zip(pairs.items(), orders[0], strict=True)}
     sure = {way for found in ways.values() if len(found) == 1 for way in found}
@@ -347,7 +362,8 @@ def _assign(
         if len(left) != 1:
             raise Unsupported(
                 f'"{name}" is a stack of square matrices {list(base[name])}, and neither their shape nor another '
-                f"parameter of the adapter shows whether they are stored transposed. {USE_PEFT}"
+                f"parameter of the adapter shows whether they are stored transposed. {USE_PEFT}",
+                code="CKPT0322",
             )
         out[wrapper] = name, left.copy().pop()
     return out
@@ -399,14 +415,19 @@ def _update_stack(one: _Adapter, parameter: str, parts: Sequence[tuple[Piece, st
         if a[1:] != base[parameter][-1:] or b != (piece.rows, a[0]):
             raise Corrupt(
                 f'"{wrapper}": lora_A {list(a)} and lora_B {list(b)} do not fit {piece.rows} rows of "{parameter}", '
-                f"{list(base[parameter])}. They do not belong to one model."
+                f"{list(base[parameter])}. They do not belong to one model.",
+                code="CKPT0418",
             )
         if kinds.keys() != {"a", "b"}:
-            raise Unsupported(f'"{wrapper}" has a bias or a magnitude, and is a part of "{parameter}". {USE_PEFT}')
+            raise Unsupported(
+                f'"{wrapper}" has a bias or a magnitude, and is a part of "{parameter}". {USE_PEFT}', code="CKPT0322"
+            )
         factors.add((lora.scaling(one.config, wrapper, a[0]), a[0]))
         out.append(StackPart(piece.matrix, piece.first, piece.rows, kinds["a"], kinds["b"]))
     if len(factors) > 1:
-        raise Unsupported(f'parts of "{parameter}" have adapters of different ranks or factors. {USE_PEFT}')
+        raise Unsupported(
+            f'parts of "{parameter}" have adapters of different ranks or factors. {USE_PEFT}', code="CKPT0322"
+        )
     [(factor, rank)] = factors
     return Update(one.name, parameter, "", "", None, factor, rank, "parameter", False, stacked, tuple(out))
 
@@ -423,14 +444,17 @@ def _update_module(one: _Adapter, wrapper: str, base: Shapes) -> Update:
     """
     kinds, module = one.wrappers[wrapper], base_name(wrapper)
     if f"{module}.in_proj_weight" in base:
-        raise Unsupported(f'"{kinds["a"]}" is of a MultiheadAttention, which ckpttool does not merge. {USE_PEFT}')
+        raise Unsupported(
+            f'"{kinds["a"]}" is of a MultiheadAttention, which ckpttool does not merge. {USE_PEFT}', code="CKPT0322"
+        )
     if f"{module}.weight" not in base and (wanted := one.config.get("target_parameters")):
         held = [n for n in base if n.startswith(f"{module}.")] or [*base]
         raise Unsupported(
             f'"{kinds["a"]}" is of a parameter of "{module}" (target_parameters: {", ".join(map(str, wanted))[:80]}), '
             f"and the base model has none of them there, but {', '.join(held[:2])}. Give the model that the adapter is "
             f"of: codes are first dequantised ({argument('dequantize')} of convert); experts that the Hub has "
-            f"one by one are stacked where {argument('config')} tells the model, and transformers is installed."
+            f"one by one are stacked where {argument('config')} tells the model, and transformers is installed.",
+            code="CKPT0323",
         )
     a, b = one.saved[kinds["a"]], one.saved[kinds["b"]]
     name = _require_target(f"{module}.weight", kinds["a"], base)
@@ -439,18 +463,21 @@ def _update_module(one: _Adapter, wrapper: str, base: Shapes) -> Update:
         raise Unsupported(
             f'"{kinds["a"]}" is {list(a)}, and "{name}" {list(target)}: ckpttool merges adapters of linear layers and '
             f"embeddings, whose matrices have two dimensions, and of convolutions, whose kernels have as many as the "
-            f"weight. {USE_PEFT}"
+            f"weight. {USE_PEFT}",
+            code="CKPT0322",
         )
     kind = "embedding" if embedding else "linear" if len(target) == 2 else "convolution"
     if kind == "convolution" and b[1] < a[0] and a[0] * target[1] == b[1] * a[1]:
         raise Unsupported(
             f'"{name}" {list(target)} is a convolution of groups, and its lora_A {list(a)} mixes the channels of all: '
-            "no weight of that shape is the sum, and PEFT merges none either."
+            "no weight of that shape is the sum, and PEFT merges none either.",
+            code="CKPT0322",
         )
     if a[0] != b[1]:
         raise Corrupt(
             f'"{module}": lora_A {list(a)} and lora_B {list(b)} cannot be multiplied. They do not belong to one '
-            "adapter."
+            "adapter.",
+            code="CKPT0418",
         )
     # B @ A must have the shape of the weight, or its transposed one
     product, transposed = (b[0], *a[1:]), embedding
@@ -459,7 +486,8 @@ def _update_module(one: _Adapter, wrapper: str, base: Shapes) -> Update:
     if target != (product[::-1] if transposed else product) or set(b[2:]) > {1}:
         raise Corrupt(
             f'"{module}": lora_B @ lora_A is {list(product)}, but the weight of the base model is {list(target)}. They '
-            "do not belong to one model."
+            "do not belong to one model.",
+            code="CKPT0418",
         )
     _check_dora(one, module, kinds)
     factor = lora.scaling(one.config, module, a[0])
@@ -476,7 +504,8 @@ def _check_dora(one: _Adapter, module: str, kinds: Mapping[str, str]) -> None:
     if bool(one.config.get("use_dora")) != ("magnitude" in kinds):
         raise Corrupt(
             f'adapter_config.json has use_dora={bool(one.config.get("use_dora"))}, but "{module}" has '
-            f"{'a' if 'magnitude' in kinds else 'no'} lora_magnitude_vector. It does not belong to this adapter."
+            f"{'a' if 'magnitude' in kinds else 'no'} lora_magnitude_vector. It does not belong to this adapter.",
+            code="CKPT0418",
         )
 
 
@@ -500,5 +529,6 @@ def _is_conv1d(one: _Adapter, module: str, base: Shapes) -> bool:
         return answers.pop()
     raise Unsupported(
         f'"{module}.weight" is square, and its shape does not show whether it is of a Linear or of a Conv1D, which '
-        f"keeps it transposed; other weights of this adapter are of both. {USE_PEFT}"
+        f"keeps it transposed; other weights of this adapter are of both. {USE_PEFT}",
+        code="CKPT0322",
     )

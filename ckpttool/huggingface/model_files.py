@@ -70,7 +70,7 @@ def read_config(source: Source) -> dict[str, Any]:
     """
     data = bounded_json.parse(source.read_all("config.json", 16 << 20), f"{source.root}/config.json")
     if not isinstance(data, dict):
-        raise Corrupt(f"{source.root}/config.json is not a JSON object.")
+        raise Corrupt(f"{source.root}/config.json is not a JSON object.", code="CKPT0406")
     return data
 
 
@@ -103,7 +103,7 @@ def fetch_from_hub(model: str, patterns: list[str]) -> str:
     """
     what = f"{argument('config', model)}: there is no such folder"
     if model.startswith(("/", ".", "~")) or model.count("/") > 1:
-        raise Unsupported(f"{what}. Check the path.")
+        raise Unsupported(f"{what}. Check the path.", code="CKPT0302")
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HFValidationError, RepositoryNotFoundError
 
@@ -114,12 +114,14 @@ def fetch_from_hub(model: str, patterns: list[str]) -> str:
     except (RepositoryNotFoundError, HFValidationError):
         raise Unsupported(
             f"{what}, and no model of that name on the Hub, or the token may not see it. Check the path or the model "
-            "id."
+            "id.",
+            code="CKPT0302",
         ) from None
     except Exception as e:
         reason = " ".join(str(e).partition("\n")[0].split()).rstrip(".")
         raise RemoteError(
-            f"{what}, and the Hub did not give a model of that name ({reason}). Check the path, or the network."
+            f"{what}, and the Hub did not give a model of that name ({reason}). Check the path, or the network.",
+            code="CKPT0901",
         ) from None
 
 
@@ -228,7 +230,7 @@ def find_adapter_files(
         return None
     parsed = bounded_json.parse(files[ADAPTER_CONFIG], ADAPTER_CONFIG)
     if not isinstance(parsed, dict):
-        raise Corrupt(f"{ADAPTER_CONFIG} is not a JSON object.")
+        raise Corrupt(f"{ADAPTER_CONFIG} is not a JSON object.", code="CKPT0418")
     return parsed, {n: files[n] for n in files if n not in ("config.json", "generation_config.json")}
 
 
@@ -258,7 +260,8 @@ def missing_adapter_config(given: str | None, option: str = "config") -> Unsuppo
         f"{where} no {ADAPTER_CONFIG}, which says by how much the adapter is scaled. Give {argument(option)} the "
         "folder with the one that peft_config.save_pretrained(DIR) writes in the job. Without one, give "
         f"{argument('lora_alpha', 16)} (the LoraConfig's; no tensor shows it) and, if it had use_rslora, "
-        f"{argument('rslora')}; ranks and modules follow from the tensors."
+        f"{argument('rslora')}; ranks and modules follow from the tensors.",
+        code="CKPT0312",
     )
 
 

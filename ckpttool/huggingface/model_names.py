@@ -48,7 +48,7 @@ def load_config(given: str) -> dict[str, Any]:
     with Source(folder or ".") as there:
         found = parse(there.read_all(name, 16 << 20), f"{folder}/{name}")
     if not isinstance(found, dict) or "model_type" not in found:
-        raise Unsupported(f"{argument('config', given)}: {name} has no model_type.")
+        raise Unsupported(f"{argument('config', given)}: {name} has no model_type.", code="CKPT0311")
     return found
 
 
@@ -64,7 +64,9 @@ def read_model_names(config: Config) -> ModelNames:
     try:
         answer = json.loads(_ask_child(json.dumps(config).encode()))
     except Corrupt as e:
-        raise Unsupported(f"transformers cannot build model_type {config.get('model_type')!r}: {e}") from None
+        raise Unsupported(
+            f"transformers cannot build model_type {config.get('model_type')!r}: {e}", code="CKPT0333"
+        ) from None
     return ModelNames(
         {n: tuple(s) for n, s in answer["shapes"].items()},
         answer["tied"],
@@ -105,7 +107,8 @@ def sort_by_module_order(tensors: Mapping[str, T], config: Config) -> dict[str, 
         if at is None:
             raise Unsupported(
                 f'The config describes a {config.get("model_type")} model without "{name}", which these weights have. '
-                f"Give {argument('config')} the folder or id of the model that was trained."
+                f"Give {argument('config')} the folder or id of the model that was trained.",
+                code="CKPT0311",
             )
         return at, rest  # lora_A before lora_B, as PEFT adds them
 

@@ -120,11 +120,14 @@ def _read_transposed(weight: Encoded, rows: Rows, per_word: Fraction, read: Read
     if not is_group_index(groups, weight.shape[1], len(scales)):
         raise Corrupt(
             f'"{weight.parts.get("g_idx", weight.parts["codes"])}" names groups of {weight.shape[1]:,} columns that '
-            f"have no scale: there are {len(scales)}."
+            f"have no scale: there are {len(scales)}.",
+            code="CKPT0419",
         )
     wanted = (len(scales), ceil(weight.shape[0] / per_word))
     if read.shape("qzeros") != wanted:
-        raise Corrupt(f'"{weight.parts["qzeros"]}" is {list(read.shape("qzeros"))}, and not {list(wanted)}.')
+        raise Corrupt(
+            f'"{weight.parts["qzeros"]}" is {list(read.shape("qzeros"))}, and not {list(wanted)}.', code="CKPT0419"
+        )
     return codes, read("qzeros")[:, packed], scales, groups
 
 
@@ -191,7 +194,9 @@ def _read_quant_state(weight: Encoded, read: Read) -> _QuantState:
     part = next((p for p in weight.parts if p.startswith("quant_state.")), None)
     where = weight.parts.get(part or "", f"{weight.weight}.quant_state")
     if part is None:
-        raise Corrupt(f'"{where}" is missing, which says the shape of the parameter and the numbers of a block.')
+        raise Corrupt(
+            f'"{where}" is missing, which says the shape of the parameter and the numbers of a block.', code="CKPT0419"
+        )
     found = bounded_json.parse(read(part).tobytes(), where)
     try:
         shape = tuple(found["shape"])
@@ -205,22 +210,28 @@ def _read_quant_state(weight: Encoded, read: Read) -> _QuantState:
             read("codes", *(slice(0, 1) for _ in read.shape("codes"))).itemsize,
         )
     except (KeyError, TypeError, ValueError) as e:
-        raise Corrupt(f'"{where}" is not what bitsandbytes writes ({type(e).__name__}: {e}).') from None
+        raise Corrupt(
+            f'"{where}" is not what bitsandbytes writes ({type(e).__name__}: {e}).', code="CKPT0419"
+        ) from None
     sound = all(type(n) is int and n >= 0 for n in shape) and out.block > 0 and out.nested_block >= nested
     if out.dtype not in ("float32", "float16", "bfloat16") or not sound:
-        raise Corrupt(f'"{where}" is not what bitsandbytes writes: {str(found)[:300]}.')
+        raise Corrupt(f'"{where}" is not what bitsandbytes writes: {str(found)[:300]}.', code="CKPT0419")
     # as many codes and scales as that says
     size, codes, blocks = prod(shape), read.shape("codes"), read.shape("scale")[0]
     if prod(codes) != -(-size // (2 * out.item)) or max(codes) != prod(codes) or blocks != -(-size // out.block):
         raise Corrupt(
             f'"{weight.parts["codes"]}" is {list(codes)} of {out.item} bytes with {blocks} scales, and a parameter of '
-            f"{list(shape)} in blocks of {out.block} has others."
+            f"{list(shape)} in blocks of {out.block} has others.",
+            code="CKPT0419",
         )
     nests = -(-blocks // out.nested_block) if nested else 0
     wanted = {"quant_map": 16, **({"nested_absmax": nests, "nested_quant_map": 256} if nested else {})}
     for name, count in wanted.items():
         if name not in weight.parts or read.shape(name) != (count,):
-            raise Corrupt(f'"{weight.parts.get(name, f"{weight.weight}.{name}")}" does not have {count:,} numbers.')
+            raise Corrupt(
+                f'"{weight.parts.get(name, f"{weight.weight}.{name}")}" does not have {count:,} numbers.',
+                code="CKPT0419",
+            )
     return out
 
 
@@ -269,7 +280,8 @@ def compute_bnb_int8(weight: Encoded, rows: Rows, read: Read) -> Array:
     if "weight_format" in weight.parts and read("weight_format").any():
         raise Unsupported(
             f'"{weight.parts["weight_format"]}" is not 0: the codes are in the order of a kernel of old GPUs, which '
-            "bitsandbytes does not read any more. Save the model in row-major order with the version that wrote it."
+            "bitsandbytes does not read any more. Save the model in row-major order with the version that wrote it.",
+            code="CKPT0318",
         )
     here = slice(rows.first, rows.end)
     numbers: Array = read("codes", here) * read("scale")[here].astype("f4")[:, None] * np.float32(1 / 127)

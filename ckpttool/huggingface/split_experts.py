@@ -59,7 +59,8 @@ def split_experts(ckpt: Checkpoint, config: Config, relation: hub_names.Relation
         parts, whole = {kind: tensors[n] for kind, n in kinds.items()}, relation.shapes[parameter]
         if parts.keys() != {"a", "b"}:
             raise Unsupported(
-                f'the LoRA of "{parameter}" is not lora_A and lora_B, and nothing else: it cannot be split.'
+                f'the LoRA of "{parameter}" is not lora_A and lora_B, and nothing else: it cannot be split.',
+                code="CKPT0322",
             )
         sizes = {"e": whole[0] if len(whole) == 3 else 1, "i": whole[-1]}
         sizes["r"] = parts["a"].shape[0] // sizes["e"]
@@ -70,7 +71,8 @@ def split_experts(ckpt: Checkpoint, config: Config, relation: hub_names.Relation
     if not split:
         raise Unsupported(
             "no LoRA of the adapter is of a parameter that is several tensors on the Hub, so there is nothing to "
-            "split: programs that serve this model load the adapter as PEFT saves it."
+            "split: programs that serve this model load the adapter as PEFT saves it.",
+            code="CKPT0322",
         )
     new = {f"model.{n}": replace(t, path=("model", n)) for n, t in out.items()}
     kept = {n: d for n, d in ckpt.recorded.items() if n in new and new[n].chunks is ckpt.tensors[n].chunks}
@@ -120,7 +122,8 @@ def _cut(
             place_chunks(link, parts[of], chunks, to_whole=False)
         except Compressed:
             raise Unsupported(
-                f'the LoRA of "{piece.module}" is compressed and must be split; convert the checkpoint to dcp first.'
+                f'the LoRA of "{piece.module}" is compressed and must be split; convert the checkpoint to dcp first.',
+                code="CKPT0324",
             ) from None
         name = f"{lora.ROOT}{piece.module}.lora_{letter}.weight"
         out[name] = replace(parts[of], shape=link.part_shape, chunks=chunks)

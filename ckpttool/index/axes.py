@@ -71,7 +71,8 @@ class Axes:
             """Make the error for the text, which does not parse; `what` is the reason."""
             return UsageError(
                 f"[{text if len(text) < 200 else text[:200] + '...'}]: {what}. Axes are names, products (a b) and sums "
-                "(a+b), such as (g (n+1+1) h) x."
+                "(a+b), such as (g (n+1+1) h) x.",
+                code="CKPT0213",
             )
 
         def atom(token: str) -> Term:

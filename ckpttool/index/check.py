@@ -25,7 +25,8 @@ def check(ckpt: Checkpoint) -> None:
     """
     if twice := min(ckpt.tensors.keys() & ckpt.values.keys(), default=None):
         raise Corrupt(
-            f'"{twice}" is a tensor and a plain value at once: its files are not of one save. Take another copy.'
+            f'"{twice}" is a tensor and a plain value at once: its files are not of one save. Take another copy.',
+            code="CKPT0416",
         )
     check_no_leaf_inside_leaf({t.path for t in ckpt.tensors.values()} | {v.path for v in ckpt.values.values()})
     ends = [0] * len(ckpt.files)
@@ -37,7 +38,8 @@ def check(ckpt: Checkpoint) -> None:
                 if ends[file] > ckpt.sizes[file]:
                     raise Corrupt(
                         f'{ckpt.files[file]}: "{name}" needs bytes {offset}..{offset + length} but the file ends at '
-                        f"{ckpt.sizes[file]}. The copy is incomplete; fetch the file again."
+                        f"{ckpt.sizes[file]}. The copy is incomplete; fetch the file again.",
+                        code="CKPT0403",
                     )
 
 
@@ -57,13 +59,15 @@ def check_chunk(name: str, dtype: str, chunk: Chunk, file: str, file_bytes: int)
     if offset < 0 or offset + length > file_bytes:
         raise Corrupt(
             f'{file}: "{name}" needs bytes {offset}..{offset + length}, but the file ends at {file_bytes}. The copy is '
-            "incomplete; fetch the file again."
+            "incomplete; fetch the file again.",
+            code="CKPT0403",
         )
     needed = (boxes.span(chunk.shape, chunk.strides) if chunk.strides else prod(chunk.shape)) * ITEMSIZE[dtype]
     if chunk.zstd is None and length != needed:
         raise Corrupt(
             f'{file}: a chunk of "{name}" is {length} bytes long, but {dtype} {list(chunk.shape)} needs {needed}. The '
-            "file and its index do not belong to the same checkpoint."
+            "file and its index do not belong to the same checkpoint.",
+            code="CKPT0412",
         )
 
 
@@ -75,16 +79,17 @@ def _check_tensor(ckpt: Checkpoint, name: str, t: TensorEntry) -> None:
     """
     item = ITEMSIZE.get(t.dtype)
     if item is None or (t.dtype in NOT_TORCHS and ckpt.layout not in (HUB_LAYOUT, ARCHIVE_LAYOUT)):
-        raise Corrupt(f'"{name}" has dtype {t.dtype!r}, which torch does not have.')
+        raise Corrupt(f'"{name}" has dtype {t.dtype!r}, which torch does not have.', code="CKPT0406")
     numel = t.numel
     counted = numel or prod(n or 1 for n in t.shape)  # torch computes strides of empty tensors too
     if counted > MAX_NUMEL or (t.shape and min(t.shape) < 0):
         raise Corrupt(
-            f'"{name}" has shape {t.shape}: sizes below 0, or more elements or larger strides than torch can count.'
+            f'"{name}" has shape {t.shape}: sizes below 0, or more elements or larger strides than torch can count.',
+            code="CKPT0406",
         )
     c = t.chunks
     if c.ndim != len(t.shape):
-        raise Corrupt(f'"{name}": chunks have {c.ndim} dimensions, the tensor has {len(t.shape)}.')
+        raise Corrupt(f'"{name}": chunks have {c.ndim} dimensions, the tensor has {len(t.shape)}.', code="CKPT0406")
     if len(c.file) == 1 and c.shape.tolist() == list(t.shape) and not any(c.start):
         want = [numel * item]  # most tensors of most layouts: one chunk, all of it
     elif _rows_cover_shape(c, t.shape):
@@ -93,17 +98,18 @@ def _check_tensor(ckpt: Checkpoint, name: str, t: TensorEntry) -> None:
     else:
         reason = boxes.find_cover_problem(t.shape, c.boxes())
         if reason:
-            raise Corrupt(f'"{name}" {t.shape}: {reason}.')
+            raise Corrupt(f'"{name}" {t.shape}: {reason}.', code="CKPT0408")
         want = [prod(k) * item for _, k in c.boxes()]
     for k, (n, offset, length) in enumerate(zip(want, c.offset, c.length, strict=True)):
         if not 0 <= offset < 1 << 62 or not 0 <= length < 1 << 62:
-            raise Corrupt(f'"{name}" has a chunk at bytes {offset}..+{length}; the index is damaged.')
+            raise Corrupt(f'"{name}" has a chunk at bytes {offset}..+{length}; the index is damaged.', code="CKPT0406")
         if t.coding == "raw" and k in c.strides:
             n = boxes.span(c[k].shape, c.strides[k]) * item
         if (length != n and k not in c.zstd) if t.coding == "raw" else (length < n and t.coding == "torch.save"):
             raise Corrupt(
                 f'{ckpt.files[c.file[k]]}: a chunk of "{name}" is {length} bytes long, but {t.dtype} '
-                f"{c[k].shape} needs {n}. The file and its index do not belong to the same checkpoint."
+                f"{c[k].shape} needs {n}. The file and its index do not belong to the same checkpoint.",
+                code="CKPT0412",
             )
 
 

@@ -115,7 +115,8 @@ def floating_dtype(name: str) -> str:
     full = _SHORT.get(name, name.removeprefix("torch."))
     if full not in ITEMSIZE or "float" not in full or full.startswith("float4"):
         raise UsageError(
-            f"Cannot cast to {name!r}: it is not a floating-point dtype of torch. Use bf16, fp16, fp32 or fp64."
+            f"Cannot cast to {name!r}: it is not a floating-point dtype of torch. Use bf16, fp16, fp32 or fp64.",
+            code="CKPT0203",
         )
     return full
 
@@ -236,7 +237,8 @@ class Chunks(Sequence[Chunk]):
         """
         if len(start) != self.ndim or len(shape) != self.ndim:
             raise Corrupt(
-                f"a chunk has {len(start)} offsets and {len(shape)} sizes, the tensor {self.ndim} dimensions."
+                f"a chunk has {len(start)} offsets and {len(shape)} sizes, the tensor {self.ndim} dimensions.",
+                code="CKPT0406",
             )
         if zstd is not None:
             self.zstd = {**self.zstd, len(self.file): zstd}
@@ -248,7 +250,8 @@ class Chunks(Sequence[Chunk]):
         except OverflowError:
             raise Corrupt(
                 f"A chunk of a tensor begins at {list(start)[:8]} and has the shape {list(shape)[:8]}, which no tensor "
-                "reaches."
+                "reaches.",
+                code="CKPT0406",
             ) from None
         self.file.append(file)
         self.offset.append(offset)

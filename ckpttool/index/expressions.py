@@ -57,10 +57,12 @@ def check_expression(expression: str, where: str, *, size: bool = False) -> None
         pass
     if size:
         raise UsageError(
-            f"{where}: a size is made of numbers, keys of config.json, + - * / and |, not of {expression[:80]!r}."
+            f"{where}: a size is made of numbers, keys of config.json, + - * / and |, not of {expression[:80]!r}.",
+            code="CKPT0213",
         )
     raise UsageError(
-        f"{where}: {expression[:80]!r} is not an expression of numbers, keys, 'text', true, false, + - * / | is or."
+        f"{where}: {expression[:80]!r} is not an expression of numbers, keys, 'text', true, false, + - * / | is or.",
+        code="CKPT0213",
     )
 
 
@@ -149,10 +151,12 @@ def evaluate(expression: str, config: Mapping[str, object]) -> Scalar | None:
             return None
         if operator == "/":
             if b == 0 or a % b:
-                raise UsageError(f"the configuration makes {expression} {a} / {b}, which is not a whole number.")
+                raise UsageError(
+                    f"the configuration makes {expression} {a} / {b}, which is not a whole number.", code="CKPT0213"
+                )
             return a // b
         if operator == "-" and a < b:
-            raise UsageError(f"the configuration makes {expression} {a} - {b}, which is less than 0.")
+            raise UsageError(f"the configuration makes {expression} {a} - {b}, which is less than 0.", code="CKPT0213")
         return a + b if operator == "+" else a - b if operator == "-" else a * b
 
     return value(_parse(expression))

@@ -71,7 +71,8 @@ def strip_wrappers(fqns: Iterable[str]) -> dict[str, str]:
         if seen.setdefault(clean, n) != n:
             raise Corrupt(
                 f'"{seen[clean]}" and "{n}" are both "{clean}" once wrapper prefixes are removed; the checkpoint holds '
-                "the same parameter twice. Keep one of them."
+                "the same parameter twice. Keep one of them.",
+                code="CKPT0416",
             )
     return out
 
@@ -88,7 +89,8 @@ def remove_prefix(ckpt: Checkpoint, prefix: str) -> Checkpoint:
     if not any(n.startswith(prefix) and n != prefix for n in names):
         first = f', first of all is "{names[0]}"' if names else ""
         raise UsageError(
-            f"{argument('strip_prefix', prefix, 'HfOptions')}: no weight has a name that begins so{first}."
+            f"{argument('strip_prefix', prefix, 'HfOptions')}: no weight has a name that begins so{first}.",
+            code="CKPT0207",
         )
 
     def short(path: Path) -> Path:
@@ -105,7 +107,7 @@ def remove_prefix(ckpt: Checkpoint, prefix: str) -> Checkpoint:
         path = short(t.path)
         renamed[name] = joined(path)
         if renamed[name] in tensors:
-            raise Corrupt(f'two tensors are "{renamed[name]}" without the prefix "{prefix}".')
+            raise Corrupt(f'two tensors are "{renamed[name]}" without the prefix "{prefix}".', code="CKPT0416")
         tensors[renamed[name]] = t if path == t.path else replace(t, path=path)
     for value in ckpt.values.values():
         path, data = short(value.path), value.data

@@ -211,25 +211,29 @@ def resolve_group(
     except AxesError as e:
         key, shape = next(iter(shapes.items()))
         raise Unsupported(
-            f'"{group.names.get(key, group.first)}" is {list(shape)}, and the map {found.name} says {line}: {e}.'
+            f'"{group.names.get(key, group.first)}" is {list(shape)}, and the map {found.name} says {line}: {e}.',
+            code="CKPT0310",
         ) from None
     except UnknownSize as e:
         what = found.sizes.get(str(e))
         need = f"{e} = {what}, of config.json" if what else f"the size of {e}; add a line size {e} = ..."
         raise Unsupported(
             f'the map {found.name} needs {need} for "{group.first}". Give {argument("config")} a folder with the '
-            "config.json of the model."
+            "config.json of the model.",
+            code="CKPT0312",
         ) from None
     count = len(line.parts) * prod(sizes[v] for v in group.stacked)
     if group.from_whole and count > _MOST_PARTS:
         raise Unsupported(
-            f'"{group.first}" would become {count:,} tensors by the line {line}, more than any model has.'
+            f'"{group.first}" would become {count:,} tensors by the line {line}, more than any model has.',
+            code="CKPT0310",
         )
     every = ((k, at) for at in _iterate_numbers([sizes[v] for v in group.stacked]) for k in range(len(line.parts)))
     if not group.from_whole and (missing := next((key for key in every if key not in group.names), None)):
         raise Unsupported(
             f'"{line.whole.named(group.numbers)}" is made of {count:,} tensors, and {count - len(group.names):,} of '
-            f'them are not here, first "{_part_name(group, *missing)}".'
+            f'them are not here, first "{_part_name(group, *missing)}".',
+            code="CKPT0310",
         )
     keys = list(group.names) if not group.from_whole else list(every)
     links = {}
@@ -282,7 +286,8 @@ def make_views(
     if odd := [t for t in entries.values() if t.dtype != first.dtype]:
         raise Unsupported(
             f'"{joined(first.path)}" is {first.dtype} and "{joined(odd[0].path)}" is {odd[0].dtype}: the map joins '
-            f"them to one tensor, which has one dtype. Cast them first: {argument('cast')}."
+            f"them to one tensor, which has one dtype. Cast them first: {argument('cast')}.",
+            code="CKPT0310",
         )
     try:
         if result.group.from_whole:
@@ -302,6 +307,7 @@ def make_views(
     except Compressed:
         raise Unsupported(
             f'"{joined(first.path)}" is in compressed files, which cannot be cut. Convert to dcp first, then map the '
-            "names."
+            "names.",
+            code="CKPT0324",
         ) from None
     return out

@@ -195,7 +195,9 @@ def parse_name_map(text: str, name: str, included: Callable[[str], str]) -> Name
         if word == "sides":
             left, bar, right = (s.strip() for s in rest.partition("|"))
             if not (left and bar and right):
-                raise UsageError(f"{where}: write sides LEFT | RIGHT, such as sides torchtitan | transformers.")
+                raise UsageError(
+                    f"{where}: write sides LEFT | RIGHT, such as sides torchtitan | transformers.", code="CKPT0213"
+                )
             sides = left, right
         elif word == "about":
             about = rest
@@ -206,7 +208,7 @@ def parse_name_map(text: str, name: str, included: Callable[[str], str]) -> Name
         elif word == "size":
             axis, _, expression = (s.strip() for s in rest.partition("="))
             if not axis.isidentifier():
-                raise UsageError(f"{where}: write size NAME = EXPRESSION, where NAME is an axis.")
+                raise UsageError(f"{where}: write size NAME = EXPRESSION, where NAME is an axis.", code="CKPT0213")
             sizes[axis] = expression
             check_expression(expression, where, size=True)
         elif word == "include":
@@ -233,9 +235,9 @@ def parse_name_map(text: str, name: str, included: Callable[[str], str]) -> Name
         else:
             lines += _parse_lines(row, where)
     if sides is None:
-        raise UsageError(f"name map {name}: the line sides LEFT | RIGHT is missing.")
+        raise UsageError(f"name map {name}: the line sides LEFT | RIGHT is missing.", code="CKPT0213")
     if not lines:
-        raise UsageError(f"name map {name}: it has no line NAME = NAME.")
+        raise UsageError(f"name map {name}: it has no line NAME = NAME.", code="CKPT0213")
     return NameMap(
         name,
         about,
@@ -281,7 +283,8 @@ def _parse_premise(rest: str, where: str) -> Premise:
     job, equals, config = (s.strip() for s in both.partition("="))
     if not equals:
         raise UsageError(
-            f"{where}: write premise JOB = CONFIG: an argument of the job, and what config.json says of the same."
+            f"{where}: write premise JOB = CONFIG: an argument of the job, and what config.json says of the same.",
+            code="CKPT0213",
         )
     for text in (job, config, *([condition] if word else [])):
         check_expression(text, where)
@@ -301,7 +304,9 @@ def _parse_add_one(rest: str, where: str) -> AddedOne:
     """
     pattern, word, condition = (s.strip() for s in rest.partition(" if "))
     if not word or len(pattern.split()) != 1:
-        raise UsageError(f"{where}: write add-one GLOB if CONDITION, where GLOB is for names on the left.")
+        raise UsageError(
+            f"{where}: write add-one GLOB if CONDITION, where GLOB is for names on the left.", code="CKPT0213"
+        )
     check_expression(condition, where)
     return AddedOne(pattern, condition)
 
@@ -336,13 +341,15 @@ def _make_pattern(name: str, axes: str | None, where: str) -> NamePattern:
     try:
         t = NamePattern(name, None if axes is None else Axes.parse(axes))
     except UsageError as e:
-        raise UsageError(f"{where}: {e}") from None
+        raise UsageError(f"{where}: {e}", code="CKPT0213") from None
     if len(set(t.variables)) < len(t.variables):
-        raise UsageError(f"{where}: {name} has a variable twice.")
+        raise UsageError(f"{where}: {name} has a variable twice.", code="CKPT0213")
     between = _VARIABLE.split(name)[3:-1:3]
     if any(m[1] for m in _VARIABLE.finditer(name)) or any(not text or text.isdecimal() for text in between):
         raise UsageError(
-            f"{where}: {name}: numbers in a name need other text than digits between them, and {{.i}} is for equations."
+            f"{where}: {name}: numbers in a name need other text than digits between them, and {{.i}} is for "
+            "equations.",
+            code="CKPT0213",
         )
     return t
 
@@ -364,13 +371,15 @@ def _parse_ignored(rest: str, zero: bool, where: str) -> Ignored:
     if not wanted:
         if len(what.split()) != 1:
             raise UsageError(
-                f"{where}: {_quote(what)} is not the name of a tensor, or NAME [axes] DTYPE with OTHER [axes]."
+                f"{where}: {_quote(what)} is not the name of a tensor, or NAME [axes] DTYPE with OTHER [axes].",
+                code="CKPT0213",
             )
         return Ignored(_make_pattern(what, None, where), why, zero)
     name, _, dtype = name.strip().rpartition(" ")
     problem = UsageError(
         f"{where}: {_quote(what)} is not NAME [axes] DTYPE with OTHER [axes], of ignore-zero, with the same variables "
-        "and no axis that OTHER lacks."
+        "and no axis that OTHER lacks.",
+        code="CKPT0213",
     )
     if not zero or dtype not in ITEMSIZE:
         raise problem
@@ -400,14 +409,15 @@ def _parse_equation(row: str, component: str | None, where: str) -> list[MapLine
     """
     left, equals, right = row.partition("=")
     if not equals or "=" in right:
-        raise UsageError(f"{where}: {_quote(row)} is not NAME = NAME.")
+        raise UsageError(f"{where}: {_quote(row)} is not NAME = NAME.", code="CKPT0213")
     sides = [_parse_side(left, where), _parse_side(right, where)]
     optional = {m[2] for side in sides for t, _ in side for m in _VARIABLE.finditer(t) if m[1]}
     if not optional:
         return [_make_line(sides, component, where)]
     if len(optional) > 1 or any(axes is None for side in sides for _, axes in side):
         raise UsageError(
-            f"{where}: one variable may be optional, {{.i}}, and then all tensors of the line need their axes."
+            f"{where}: one variable may be optional, {{.i}}, and then all tensors of the line need their axes.",
+            code="CKPT0213",
         )
     numbered = [[(_VARIABLE.sub(lambda m: f"{m[1]}{{{m[2]}}}", t), axes) for t, axes in side] for side in sides]
 
@@ -432,11 +442,13 @@ def _parse_side(text: str, where: str) -> list[tuple[str, str | None]]:
     while at < len(text):
         m = _TENSOR.match(text, at)
         if m is None or (m.end() < len(text) and text[m.end()] != "+"):
-            raise UsageError(f"{where}: {_quote(text[at:].strip())} is not NAME or NAME [axes], joined by +.")
+            raise UsageError(
+                f"{where}: {_quote(text[at:].strip())} is not NAME or NAME [axes], joined by +.", code="CKPT0213"
+            )
         out.append((m[1], m[2]))
         at = m.end() + 1
     if not out:
-        raise UsageError(f"{where}: a side has no name.")
+        raise UsageError(f"{where}: a side has no name.", code="CKPT0213")
     return out
 
 
@@ -454,7 +466,7 @@ def _make_line(sides: list[list[tuple[str, str | None]]], component: str | None,
     left, right = ([_make_pattern(n, a, where) for n, a in side] for side in sides)
     every = [*left, *right]
     if len({t.axes is None for t in every}) > 1:
-        raise UsageError(f"{where}: either all tensors of a line have axes, or none.")
+        raise UsageError(f"{where}: either all tensors of a line have axes, or none.", code="CKPT0213")
 
     def is_whole(side: list[NamePattern], others: list[NamePattern]) -> bool:
         """Whether `side` is the whole tensor and `others`, the other side, has the parts of it."""
@@ -464,28 +476,35 @@ def _make_line(sides: list[list[tuple[str, str | None]]], component: str | None,
     flipped = len(left) > 1 or (is_whole(right, left) and not is_whole(left, right))
     wholes, parts = (right, left) if flipped else (left, right)
     if len(wholes) > 1:
-        raise UsageError(f"{where}: only one side can be several tensors.")
+        raise UsageError(f"{where}: only one side can be several tensors.", code="CKPT0213")
     whole = wholes[0]
     stacked = frozenset(parts[0].variables) - frozenset(whole.variables)
     for t in parts:
         if frozenset(t.variables) - stacked != frozenset(whole.variables) or not stacked <= frozenset(t.variables):
-            raise UsageError(f"{where}: {t.name} and {whole.name} do not have the same variables.")
+            raise UsageError(f"{where}: {t.name} and {whole.name} do not have the same variables.", code="CKPT0213")
     line = MapLine(whole, tuple(parts), stacked, flipped, component)
     if whole.axes is None:
         if len(parts) > 1 or stacked:
-            raise UsageError(f"{where}: a tensor that is made of several needs axes.")
+            raise UsageError(f"{where}: a tensor that is made of several needs axes.", code="CKPT0213")
         return line
     if not stacked <= whole.axes.atoms:
-        raise UsageError(f"{where}: {', '.join(sorted(stacked - whole.axes.atoms))} is not an axis of {whole.name}.")
+        raise UsageError(
+            f"{where}: {', '.join(sorted(stacked - whole.axes.atoms))} is not an axis of {whole.name}.", code="CKPT0213"
+        )
     sums = whole.axes.sums
     terms = [t for t in sums[0] if t != ("_",)] if sums else [()]
     if len(terms) != len(parts) or (sums and sums[0][: len(terms)] != tuple(terms)):
-        raise UsageError(f"{where}: {whole} has {len(terms)} terms (_ comes last), and there are {len(parts)} parts.")
+        raise UsageError(
+            f"{where}: {whole} has {len(terms)} terms (_ comes last), and there are {len(parts)} parts.",
+            code="CKPT0213",
+        )
     if sums and ("_",) in sums[0] and whole.axes.dims[0] != (sums[0],):
-        raise UsageError(f"{where}: only rows can be padding: (a+_) is the first axis, alone, or there is no _.")
+        raise UsageError(
+            f"{where}: only rows can be padding: (a+_) is the first axis, alone, or there is no _.", code="CKPT0213"
+        )
     for k, t in enumerate(parts):
         assert t.axes is not None
         mine = whole.axes.term(k) if sums else whole.axes
         if t.axes.sums or t.axes.atoms != mine.atoms - stacked:
-            raise UsageError(f"{where}: {t} does not have the axes of its part of {whole}.")
+            raise UsageError(f"{where}: {t} does not have the axes of its part of {whole}.", code="CKPT0213")
     return line

@@ -237,7 +237,10 @@ class _Naming:
             elif self.model_key is not None and p[0] == self.model_key and len(p) > 1:
                 name = joined(p[1:])
                 if self.places.setdefault(name, p) != p:
-                    raise Corrupt(f"the model has two entries {name!r}, one of them in a dict or list of its own.")
+                    raise Corrupt(
+                        f"the model has two entries {name!r}, one of them in a dict or list of its own.",
+                        code="CKPT0416",
+                    )
                 self.raw_model[name] = leaf
             elif self.optimizer_key is not None and p[0] == self.optimizer_key and len(p) > 1:
                 self.raw_optimizer[p[1:]] = leaf
@@ -284,7 +287,9 @@ class _Naming:
                 path = ("extra", *p)  # a second key of that kind ("rng" and "rng_state") keeps its name
             if path in self.out:
                 earlier = self.origin.get(path, path)
-                raise Corrupt(f"the keys {joined(p)!r} and {joined(earlier)!r} both mean {joined(path)!r}.")
+                raise Corrupt(
+                    f"the keys {joined(p)!r} and {joined(earlier)!r} both mean {joined(path)!r}.", code="CKPT0416"
+                )
             self.out[path] = leaf
             cut = _key_length(path)
             self.origin[path[:cut]] = p[: len(p) - (len(path) - cut)]
@@ -431,7 +436,8 @@ def refuse_surrogates(names: Iterable[str]) -> None:
         if not name.isascii() and name.encode("utf-8", "replace").decode() != name:
             raise Unsupported(
                 f"The name {name!a} contains half of a surrogate pair, which UTF-8 cannot encode, so the destination "
-                "cannot store it. Rename it in the source."
+                "cannot store it. Rename it in the source.",
+                code="CKPT0316",
             )
 
 
@@ -510,7 +516,7 @@ def _rebuild_own_tree(leaves: Mapping[Path, Any], origin: Mapping[Path, Path]) -
             Corrupt: another leaf is there.
         """
         if path in out:
-            raise Corrupt(f"two entries have the place {joined(path)!r}.")
+            raise Corrupt(f"two entries have the place {joined(path)!r}.", code="CKPT0416")
         out[path] = leaf
 
     for path, leaf in leaves.items():
@@ -526,7 +532,7 @@ def _rebuild_own_tree(leaves: Mapping[Path, Any], origin: Mapping[Path, Path]) -
         elif kind == ("optim", "param_groups") and len(path) > 3 and flat:
             members = leaves.get((*path[:3], "params"), ())
             if shape_of(leaf) is not None and len(members) != 1:
-                raise Corrupt(f"{joined(path)!r} is one tensor of several parameters.")
+                raise Corrupt(f"{joined(path)!r} is one tensor of several parameters.", code="CKPT0416")
             for fqn in members if path[3:] != ("params",) else ():
                 put((*groups[:-1], f"{FLAT_GROUPS}{called(fqn)}.{joined(path[3:])}"), leaf)
         elif kind == ("optim", "param_groups") and path[3:] == ("params",) and isinstance(leaf, list):

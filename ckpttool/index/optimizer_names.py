@@ -139,7 +139,8 @@ class _RawOptimizer:
         if numbers := [n for n in listed if not isinstance(n, str)]:
             raise Corrupt(
                 f"optim.param_groups lists parameters by number in one group, first {numbers[0]}, and by name in "
-                "another. The file is damaged, or was put together from two optimizers."
+                "another. The file is damaged, or was put together from two optimizers.",
+                code="CKPT0417",
             )
         names = {str(k) for k, _ in self.state} | listed
         return dict(strip_wrappers(names)) if not names <= clean.keys() else {n: clean[n] for n in names}
@@ -178,7 +179,8 @@ def canonical_optimizer(
         if owner is None:
             raise Corrupt(
                 f"optim.state has an entry for parameter {key}, which no param group lists; the optimizer would not "
-                "know what to do with it. The file is damaged, or was put together from two optimizers."
+                "know what to do with it. The file is damaged, or was put together from two optimizers.",
+                code="CKPT0417",
             )
         out["optim", "state", owner, *slot] = leaf
     for i, g in found.groups.items():
@@ -198,9 +200,9 @@ def _params_of_group(group: Mapping[Path, object]) -> list[Any]:
     """
     got = group.get(("params",), [])
     if not isinstance(got, list):
-        raise Corrupt(f"optim.param_groups: params is {type(got).__name__}, not a list.")
+        raise Corrupt(f"optim.param_groups: params is {type(got).__name__}, not a list.", code="CKPT0417")
     if not (all(type(x) is int for x in got) or all(type(x) is str for x in got)):
-        raise Corrupt("optim.param_groups: params holds neither names nor numbers alone.")
+        raise Corrupt("optim.param_groups: params holds neither names nor numbers alone.", code="CKPT0417")
     return got
 
 
@@ -258,7 +260,8 @@ def _name_numbers(
     if model.like is not None:
         if len(model.like) != len(numbers):
             raise Unsupported(
-                f"{argument('like')} names {len(model.like)} parameters in its optimizer, this one has {len(numbers)}."
+                f"{argument('like')} names {len(model.like)} parameters in its optimizer, this one has {len(numbers)}.",
+                code="CKPT0308",
             )
         return dict(zip(numbers, model.like, strict=True))
     resolved, left = _names_by_order(model, [[shapes[x] for x in m] for m in members], _flat_state_elements(slots))

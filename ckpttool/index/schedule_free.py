@@ -43,7 +43,8 @@ def find_free_parameters(ckpt: Checkpoint) -> dict[str, FreeParameter]:
         unnamed = next((f" {n}" for n in ckpt.notes if n.startswith(KEEPS_NUMBERS)), "")
         raise Unsupported(
             f"{argument('weights', 'schedule-free-x')}: {ckpt.root} has no state of a schedule-free optimizer under "
-            f'the names of its weights: no slot is called "z".{unnamed}'
+            f'the names of its weights: no slot is called "z".{unnamed}',
+            code="CKPT0335",
         )
     options: dict[int, dict[str, Any]] = {}
     for v in ckpt.values.values():
@@ -60,7 +61,8 @@ def find_free_parameters(ckpt: Checkpoint) -> dict[str, FreeParameter]:
             if not isinstance(beta, float) or not 0 < beta < 1 or not isinstance(mode, bool):
                 raise Unsupported(
                     f"{argument('weights', 'schedule-free-x')}: param group {i} of {ckpt.root} says betas or momentum "
-                    f"{beta!r} and train_mode {mode!r}; both are needed to tell whether the weights are x or y."
+                    f"{beta!r} and train_mode {mode!r}; both are needed to tell whether the weights are x or y.",
+                    code="CKPT0335",
                 )
             out[str(n)] = FreeParameter(z, beta, mode)
     return out

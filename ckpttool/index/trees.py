@@ -27,7 +27,7 @@ def check_no_leaf_inside_leaf(paths: Collection[Path]) -> None:
 
 def _inside_a_leaf(path: Path) -> Corrupt:
     """Make the error for a path that leads into another leaf."""
-    return Corrupt(f"{joined(path)!r} is inside a value that is neither a dict nor a list.")
+    return Corrupt(f"{joined(path)!r} is inside a value that is neither a dict nor a list.", code="CKPT0406")
 
 
 def nest(leaves: Mapping[Path, object]) -> Any:
@@ -48,7 +48,7 @@ def nest(leaves: Mapping[Path, object]) -> Any:
                 raise _inside_a_leaf(path)
             at = inner
         if path[-1] in at:
-            raise Corrupt(f"{joined(path)!r} is a value and a dict or list at once.")
+            raise Corrupt(f"{joined(path)!r} is a value and a dict or list at once.", code="CKPT0406")
         at[path[-1]] = leaf
     return _as_plain_tree(tree)
 
@@ -68,7 +68,7 @@ def _as_plain_tree(x: object) -> Any:
     if x and all(type(k) is int for k in x):
         last = max(x)
         if min(x) < 0 or last > 2 * len(x) + 64:
-            raise Corrupt(f"a list with {len(x)} elements has one at position {last}.")
+            raise Corrupt(f"a list with {len(x)} elements has one at position {last}.", code="CKPT0406")
         return [_as_plain_tree(x.get(k)) for k in range(last + 1)]  # DCP forgets an empty dict, which leaves a hole
     out = {int(k) if type(k) is Number else k: _as_plain_tree(v) for k, v in x.items()}
     if out.keys() == {"state", "param_groups"} and isinstance(out["state"], dict):

@@ -46,13 +46,20 @@ def read_shipped_or_own_map(asked: str) -> str:
             with open(asked, encoding="utf-8-sig") as f:
                 text = f.read(_MOST + 1)
         except (OSError, UnicodeDecodeError) as e:
-            raise UsageError(f"name map {asked!r:.200}: it cannot be read as text ({e}).") from None
+            raise UsageError(f"name map {asked!r:.200}: it cannot be read as text ({e}).", code="CKPT0213") from None
         if len(text) > _MOST:
-            raise UsageError(f"name map {asked!r:.200}: it has more than {_MOST:,} characters, which no name map has.")
+            raise UsageError(
+                f"name map {asked!r:.200}: it has more than {_MOST:,} characters, which no name map has.",
+                code="CKPT0213",
+            )
         return text + "\n"
     if os.path.exists(asked):
-        raise UsageError(f"name map {asked!r:.200}: it is not a regular file. Give the file of a name map.")
-    raise UsageError(f"name map {asked!r:.200}: no such file, and no such map. Maps: {', '.join(names())}.")
+        raise UsageError(
+            f"name map {asked!r:.200}: it is not a regular file. Give the file of a name map.", code="CKPT0213"
+        )
+    raise UsageError(
+        f"name map {asked!r:.200}: no such file, and no such map. Maps: {', '.join(names())}.", code="CKPT0213"
+    )
 
 
 @lru_cache(64)
@@ -75,5 +82,7 @@ def _read_include(name: str) -> str:
         UsageError: no such map comes with ckpttool.
     """
     if name not in _all_names():
-        raise UsageError(f"include {name}: no such map comes with ckpttool. Maps: {', '.join(names())}.")
+        raise UsageError(
+            f"include {name}: no such map comes with ckpttool. Maps: {', '.join(names())}.", code="CKPT0213"
+        )
     return read_shipped_or_own_map(name)
