@@ -97,7 +97,8 @@ def parse_target(text: str) -> tuple[str, str | None]:
     found = _TARGET.fullmatch(text)
     if not found or found["id"].split("/")[0] in _OTHER_KINDS or ".." in text or "--" in found["id"]:
         raise UsageError(
-            f"{urls.redact_url(text)!r} is not a model repository; write hf://org/name or hf://org/name@branch."
+            f"{urls.redact_url(text)!r} is not a model repository; write hf://org/name or hf://org/name@branch.",
+            code="CKPT0214",
         )
     revision = found["revision"]
     return found["id"], None if revision is None else revision.replace("%2F", "/").replace("%2f", "/")
@@ -156,11 +157,14 @@ class Repository:
             if isinstance(inner, CkpttoolError):
                 return inner
             if type(inner).__name__ == "OfflineModeIsEnabled":
-                return RemoteError(f"{self.url}: HF_HUB_OFFLINE is set, so the Hub is not contacted. Unset it.")
+                return RemoteError(
+                    f"{self.url}: HF_HUB_OFFLINE is set, so the Hub is not contacted. Unset it.", code="CKPT0901"
+                )
         if isinstance(e, _FAULTS):
             return RemoteError(
                 f"{self.url}: {urls.redact_url(self.api.endpoint)} does not answer like a Hub ({type(e).__name__}: "
-                f"{retries.redacted_message(e)}). Check HF_ENDPOINT and the proxy, then run the same command again."
+                f"{retries.redacted_message(e)}). Check HF_ENDPOINT and the proxy, then run the same command again.",
+                code="CKPT0906",
             )
         kind, by = retries.classify_error(e)
         if isinstance(e, JSONDecodeError):  # an answer that is no JSON is of something in between
@@ -169,13 +173,15 @@ class Repository:
         if kind is None and status == 429:
             return TransientError(
                 f"{self.url}: too many requests to the Hub ({words}). Wait a few minutes, then run the same command "
-                "again; files that were uploaded are not uploaded again."
+                "again; files that were uploaded are not uploaded again.",
+                code="CKPT0902",
             )
         if kind is None:
             return TransientError(
                 f"{self.url}: the Hub at {urls.redact_url(self.api.endpoint)} does not answer ({words}). Check the "
                 "network and HF_ENDPOINT, then run the same command again; files that were uploaded are not uploaded "
-                "again."
+                "again.",
+                code="CKPT0901",
             )
         if kind is retries.ConditionFailed or status == 409:
             return CommitConflict(
@@ -185,12 +191,14 @@ class Repository:
         if status == 401:
             return RemoteError(
                 f"{self.url}: not authenticated, or there is no such repository ({words}). Log in with "
-                "`hf auth login` or set HF_TOKEN; a Hub of your own is named by HF_ENDPOINT."
+                "`hf auth login` or set HF_TOKEN; a Hub of your own is named by HF_ENDPOINT.",
+                code="CKPT0903",
             )
         if status == 403:
             return RemoteError(
                 f"{self.url}: the token does not allow this ({words}). Use one with write access to this repository "
-                f"(`hf auth login`, HF_TOKEN), or use {argument('pull_request', True)}, which proposes the files."
+                f"(`hf auth login`, HF_TOKEN), or use {argument('pull_request', True)}, which proposes the files.",
+                code="CKPT0903",
             )
         if kind is retries.NotFound:
             return retries.NotFound(
@@ -233,7 +241,7 @@ class Repository:
             name = urls.check_inside(str(f.path), self.url)
             if name in found or len(found) >= LIMITS.names:
                 many = f"{name!r} twice" if name in found else f"more than {LIMITS.names:,} files"
-                raise RemoteError(f"{self.url}: the Hub lists {many}. Check HF_ENDPOINT.")
+                raise RemoteError(f"{self.url}: the Hub lists {many}. Check HF_ENDPOINT.", code="CKPT0906")
             found[name] = f
         return list(found.values())
 
@@ -251,7 +259,8 @@ class Repository:
             or not isinstance(out.sha256, str | None)
         ):
             raise RemoteError(
-                f"{self.url}: the Hub lists {str(f.path)[:200]!r} without a size and hashes. Check HF_ENDPOINT."
+                f"{self.url}: the Hub lists {str(f.path)[:200]!r} without a size and hashes. Check HF_ENDPOINT.",
+                code="CKPT0906",
             )
         return out
 

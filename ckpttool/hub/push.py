@@ -214,11 +214,12 @@ class Push:
             CkpttoolError: the checkpoint cannot be read or converted.
         """
         if threads < 1:
-            raise UsageError(f"{argument('threads', threads)}: it must be at least 1.")
+            raise UsageError(f"{argument('threads', threads)}: it must be at least 1.", code="CKPT0203")
         repo_id, named = parse_target(target)
         if named and revision and named != revision:
             raise UsageError(
-                f"{target} names the revision {named}, {argument('revision', revision)}; give one of them."
+                f"{target} names the revision {named}, {argument('revision', revision)}; give one of them.",
+                code="CKPT0204",
             )
         self.src, self.repo_id, self.revision = src, repo_id, revision or named
         self.public, self.pull, self.message, self.jobs = public, pull_request, message, threads
@@ -394,7 +395,8 @@ class Push:
             if os.path.lexists(folder):
                 raise DestinationExists(
                     f"{argument('stage', stage)} exists and is not what an earlier run of this push left there. Give a "
-                    "folder that does not exist, or remove it."
+                    "folder that does not exist, or remove it.",
+                    code="CKPT0602",
                 )
             running = RunOptions(threads=min(self.jobs, 4), progress=progress)
             conversion.run_conversion(self.src, folder, self.reading, self.writing, running)
@@ -432,7 +434,9 @@ class Push:
         for k in range(_ROUNDS):
             state = self.target.refuse_visibility(self.repository.read_state(self.revision))
             if state is None:
-                raise Corrupt(f"{self.repository.url} is gone; somebody has removed it in the meantime.")
+                raise Corrupt(
+                    f"{self.repository.url} is gone; somebody has removed it in the meantime.", code="CKPT0401"
+                )
             files = self.add_card_and_record(weights, record, state)
             out = self.initial_result(state, created)
             out.digest, out.files = record["digest"], {f.name: f.size for f in files}

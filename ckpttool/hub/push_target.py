@@ -47,12 +47,14 @@ class PushTarget:
         if state is not None and not state.private and not self.public:
             raise UsageError(
                 f"{url} is public: everybody could read what is pushed. Pass {argument('public', True)} if you want "
-                "that, or push to another repository; new ones are private."
+                "that, or push to another repository; new ones are private.",
+                code="CKPT0222",
             )
         if state is not None and state.private and self.public:
             raise UsageError(
                 f"{url} is private, and a push does not change that. Push without {argument('public', True)}, then "
-                f"make it public: `hf repos settings {self.repo_id} --public`, or {self.repository.page}/settings."
+                f"make it public: `hf repos settings {self.repo_id} --public`, or {self.repository.page}/settings.",
+                code="CKPT0222",
             )
         return state
 
@@ -67,7 +69,8 @@ class PushTarget:
             return False
         if re.fullmatch(r"[0-9a-f]{40}", str(self.revision)) or str(self.revision).startswith("refs/"):
             raise UsageError(
-                f"{argument('revision', self.revision)}: commits cannot be added to this; give the name of a branch."
+                f"{argument('revision', self.revision)}: commits cannot be added to this; give the name of a branch.",
+                code="CKPT0203",
             )
         return self.revision not in self.repository.list_branches()
 
@@ -144,7 +147,8 @@ class PushTarget:
                 raise Differs(
                     f"{self.repository.url}: {f.name} {is_there} at commit {commit}, but {f.size} bytes with SHA-256 "
                     f"{f.sha256} were pushed. Do not use that commit. Run the same command again, and contact the "
-                    "operators of the Hub if this persists."
+                    "operators of the Hub if this persists.",
+                    code="CKPT0503",
                 )
 
     def became_public_message(self, commit: str) -> str:

@@ -181,12 +181,14 @@ def refuse_forbidden(files: Iterable[tuple[str, bytes]]) -> None:
             )
             raise Unsafe(
                 f"{name} is {found}: {why}, so it is never pushed. Take it away from the model's other files, or give "
-                f"{argument('config')} with a folder that has none."
+                f"{argument('config')} with a folder that has none.",
+                code="CKPT0705",
             )
         if found is not None:
             raise Unsafe(
                 f"{name} seems to contain {found}. Anybody who can read the repository could use it, so nothing was "
-                "pushed. Remove it from the file, and revoke it if others may have seen it."
+                "pushed. Remove it from the file, and revoke it if others may have seen it.",
+                code="CKPT0705",
             )
 
 

@@ -114,7 +114,8 @@ class RequestBudget:
         if not self.writes and time.monotonic() > self._until:
             raise RemoteError(
                 f"{self.url}: the server has not given a whole answer in {LIMITS.question_seconds:.0f} seconds. Check "
-                "the network and the server, then run the same command again."
+                "the network and the server, then run the same command again.",
+                code="CKPT0901",
             )
 
     def note_progress(self) -> None:
@@ -155,7 +156,8 @@ class RequestBudget:
         if coding not in ("", "identity", "aws-chunked"):  # the last is a word that some stores keep from an upload
             raise RemoteError(
                 f"{self.url}: the server sends it with the content encoding {coding[:40]!r}, which was not asked for. "
-                "Turn the encoding off there, or download the file."
+                "Turn the encoding off there, or download the file.",
+                code="CKPT0906",
             )
         if found := re.fullmatch(r"bytes=(\d+)-(\d+)", asked):
             first, n = int(found[1]), int(found[2]) - int(found[1]) + 1
@@ -163,7 +165,8 @@ class RequestBudget:
             if status == 206 and not sent.replace(" ", "").startswith(f"bytes{first}-"):
                 raise RemoteError(
                     f"{self.url}: requested bytes from {first} on, but the server sent {sent[:80] or 'others'!r}. A "
-                    "proxy or cache may be broken; download the file by other means."
+                    "proxy or cache may be broken; download the file by other means.",
+                    code="CKPT0906",
                 )
             length = headers.get("Content-Length", "")
             if method != "HEAD" and length.isdecimal() and int(length[:20]) > n:
@@ -174,7 +177,8 @@ class RequestBudget:
             if again > 2 or len(self._asked) > LIMITS.answers:
                 raise RemoteError(
                     f"{self.url}: the server's listing has no end: {again if again > 2 else LIMITS.answers} answers, "
-                    "and every one names another page. Check the server."
+                    "and every one names another page. Check the server.",
+                    code="CKPT0906",
                 )
         return min(most or LIMITS.answer_bytes, self._left)
 
@@ -195,7 +199,9 @@ class RequestBudget:
                 _refuse_deep_xml(body)
         except Unsafe as e:
             found = str(e).partition(". ")[0]
-            raise RemoteError(f"{self.url}: {found}. Check the address, the server and the proxy.") from None
+            raise RemoteError(
+                f"{self.url}: {found}. Check the address, the server and the proxy.", code="CKPT0906"
+            ) from None
 
     def _allow_wait(self, status: int, headers: Mapping[str, str]) -> None:
         """Grant the time that a server wants us to wait (headers Retry-After and RateLimit of an error).
@@ -210,7 +216,8 @@ class RequestBudget:
         if wait > self._waits:
             raise RemoteError(
                 f"{self.url}: the server limits requests (status {status}) and wants us to wait {wait:,} seconds. Run "
-                "the same command again later."
+                "the same command again later.",
+                code="CKPT0902",
             )
         self._waits -= wait
         self._until += wait
@@ -224,11 +231,13 @@ class RequestBudget:
         """
         if ignored:
             return RemoteError(
-                f"{self.url}: the server ignores Range requests and sends the whole object. Download the file."
+                f"{self.url}: the server ignores Range requests and sends the whole object. Download the file.",
+                code="CKPT0906",
             )
         return RemoteError(
             f"{self.url}: the server sends more than the {most:,} bytes that an answer to this request may have. Check "
-            "the server, or download the file by other means."
+            "the server, or download the file by other means.",
+            code="CKPT0906",
         )
 
 
@@ -249,7 +258,7 @@ def _refuse_deep_xml(body: bytes) -> None:
         nonlocal depth
         depth += 1
         if depth > _XML_DEPTH:
-            raise Unsafe(f"the server's answer has XML nested deeper than {_XML_DEPTH} levels")
+            raise Unsafe(f"the server's answer has XML nested deeper than {_XML_DEPTH} levels", code="CKPT0704")
 
     def closed(name: str) -> None:
         nonlocal depth
@@ -310,15 +319,19 @@ def check_redirect(method: str, at: str, location: str) -> bool:
         there = urlsplit(urljoin(at, location))
         same = (here.scheme, here.hostname, here.port) == (there.scheme, there.hostname, there.port)
     except ValueError:
-        raise Unsafe(f"{here.scheme}://{here.hostname}: the server redirects to what is no URL.") from None
+        raise Unsafe(
+            f"{here.scheme}://{here.hostname}: the server redirects to what is no URL.", code="CKPT0706"
+        ) from None
     if there.scheme not in ("http", "https") or (here.scheme == "https" and there.scheme != "https"):
         raise Unsafe(
             f"{here.scheme}://{here.hostname}: the server redirects to {there.scheme[:20]}://, where anybody could "
-            "read and change what is sent. Use the URL that it redirects to, if you trust it."
+            "read and change what is sent. Use the URL that it redirects to, if you trust it.",
+            code="CKPT0706",
         )
     if not same and method not in ("GET", "HEAD"):
         raise Unsafe(
             f"{here.scheme}://{here.hostname}: the server wants what is sent to it to be sent to {there.hostname}. Use "
-            "the URL of that server, if you trust it."
+            "the URL of that server, if you trust it.",
+            code="CKPT0706",
         )
     return same

@@ -57,7 +57,8 @@ class BufferPool:
         except OSError as e:
             raise NoSpace(
                 f"{count * step + huge:,} bytes of buffers: {e.strerror}. Fewer {argument('threads')} or a smaller "
-                f"{argument('max_memory_bytes')} take less."
+                f"{argument('max_memory_bytes')} take less.",
+                code="CKPT0802",
             ) from e
         if hasattr(mmap, "MADV_HUGEPAGE"):
             try:

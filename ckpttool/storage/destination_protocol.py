@@ -247,7 +247,8 @@ def write_error(e: OSError, path: str, outcome: str = "The destination is untouc
     if e.errno in _NO_ROOM:
         return NoSpace(
             f"{path}: {e.strerror}. {outcome} Free some space and run the same command again; what was written is kept "
-            "and used."
+            "and used.",
+            code="CKPT0801",
         )
     if (what := missing_resource(e)) is not None:
         return NoSpace(
@@ -257,6 +258,7 @@ def write_error(e: OSError, path: str, outcome: str = "The destination is untouc
         folder = os.path.dirname(os.path.abspath(path))
         what = path if os.access(folder, os.W_OK | os.X_OK) else f"the folder {folder}"
         return NotPermitted(
-            f"{what} is not writable: {e.strerror}. {outcome} Write elsewhere, or have its owner allow it."
+            f"{what} is not writable: {e.strerror}. {outcome} Write elsewhere, or have its owner allow it.",
+            code="CKPT1402",
         )
     return CkpttoolError(f"{path}: {e.strerror} (errno {e.errno}). {outcome}")

@@ -61,20 +61,25 @@ def follow_pages(
             more = following(page)
         except KeyError as e:
             raise RemoteError(
-                f"{url}: the server says that its listing has another page, and gives no {e} for it. Check the server."
+                f"{url}: the server says that its listing has another page, and gives no {e} for it. Check the server.",
+                code="CKPT0906",
             ) from None
         if len(token := repr(more)) > _MOST_TOKEN:
             raise RemoteError(
                 f"{url}: the server names the next page of its listing with {len(token):,} characters, and no store "
-                f"takes more than {_MOST_TOKEN:,} in a URL. Check the server."
+                f"takes more than {_MOST_TOKEN:,} in a URL. Check the server.",
+                code="CKPT0906",
             )
         if more is not None and (token in seen or len(seen) >= LIMITS.answers):
             again = "comes back to a page that was there" if token in seen else f"has more than {LIMITS.answers} pages"
-            raise RemoteError(f"{url}: the server's listing {again}, so it has no end. Check the server.")
+            raise RemoteError(
+                f"{url}: the server's listing {again}, so it has no end. Check the server.", code="CKPT0906"
+            )
         if more is not None and time.monotonic() > until:
             raise RemoteError(
                 f"{url}: the server's listing did not end in {LIMITS.question_seconds:.0f} seconds. Check the network "
-                "and the server, then run the same command again."
+                "and the server, then run the same command again.",
+                code="CKPT0901",
             )
         seen.add(token)
 
@@ -115,16 +120,19 @@ def list_entries(fs: AbstractFileSystem, path: str, query: str, url: str) -> dic
         if name.rstrip("/") in (path, f"/{path}"):  # the mark of an empty folder; a file that is listed as a folder
             continue
         if not name.startswith(head):
-            raise Unsafe(f"{url}: the store lists {name[:200]!r}, which does not lie there. Check the store.")
+            raise Unsafe(
+                f"{url}: the store lists {name[:200]!r}, which does not lie there. Check the store.", code="CKPT0702"
+            )
         name = name.removeprefix(head)
         name = name[:-1] if info.get("type") == "directory" and name.endswith("/") else name
         if "/" in name:
             check_inside(name, url)
             raise RemoteError(
-                f"{url}: the store lists {name[:200]!r}, which does not lie directly below. Check the store."
+                f"{url}: the store lists {name[:200]!r}, which does not lie directly below. Check the store.",
+                code="CKPT0906",
             )
         if check_inside(name, url) in out and {out[name].get("type"), info.get("type")} == {"file"}:
-            raise RemoteError(f"{url}: the store lists {name[:200]!r} twice. Check the store.")
+            raise RemoteError(f"{url}: the store lists {name[:200]!r} twice. Check the store.", code="CKPT0906")
         if out.get(name, info).get("type") == info.get("type") or info.get("type") == "file":
             out[name] = info
         _check_count(out, url)
@@ -139,7 +147,8 @@ def _check_count(found: StoreInfo, url: str) -> None:
     """
     if len(found) > LIMITS.names:
         raise RemoteError(
-            f"{url}: the listing has more than {LIMITS.names:,} names, which no checkpoint has in one folder."
+            f"{url}: the listing has more than {LIMITS.names:,} names, which no checkpoint has in one folder.",
+            code="CKPT0906",
         )
 
 
@@ -213,7 +222,8 @@ def _list_hub(fs: AbstractFileSystem, path: str, at: Any, url: str) -> list[Stor
         out.append(info)
         if len(out) > LIMITS.names:
             raise RemoteError(
-                f"{url}: the listing has more than {LIMITS.names:,} names, which no checkpoint has in one folder."
+                f"{url}: the listing has more than {LIMITS.names:,} names, which no checkpoint has in one folder.",
+                code="CKPT0906",
             )
     return out
 

@@ -128,7 +128,9 @@ class LocalDestination(ParallelDestination):
                 return folder
             except FileExistsError:
                 continue
-        raise DestinationExists(f"100 entries of {self.parent} are named like {name}; remove them, or write elsewhere.")
+        raise DestinationExists(
+            f"100 entries of {self.parent} are named like {name}; remove them, or write elsewhere.", code="CKPT0602"
+        )
 
     def _open_folder(self, folder: str) -> None:
         """Work in this folder from now on: open it, its `tree` in which the destination is built, and its journal,
@@ -424,7 +426,8 @@ def check_free_space(folder: str, need_bytes: int, have: int = 0) -> int:
     if need_bytes > free + have:
         raise NoSpace(
             f"{folder} has {free:,} bytes free, the destination needs {need_bytes:,}. Free {need_bytes - free:,} bytes "
-            "or write elsewhere."
+            "or write elsewhere.",
+            code="CKPT0801",
         )
     return free
 
@@ -444,31 +447,41 @@ def refuse_target(target: str, is_file: bool, force: bool) -> None:
     folder = os.path.dirname(target)
     if not os.path.isdir(folder):
         if os.path.lexists(folder):
-            raise UsageError(f"{folder} is not a folder, so nothing can be written in it. Choose another destination.")
+            raise UsageError(
+                f"{folder} is not a folder, so nothing can be written in it. Choose another destination.",
+                code="CKPT0211",
+            )
         hint = " A ~ in quotes is not expanded; give the whole path." if "/~/" in f"{target}/" else ""
-        raise UsageError(f"The folder {folder} does not exist.{hint} Create it first, or choose another destination.")
+        raise UsageError(
+            f"The folder {folder} does not exist.{hint} Create it first, or choose another destination.",
+            code="CKPT0211",
+        )
     try:
         mode = os.lstat(target).st_mode
     except FileNotFoundError:
         return
     except OSError as e:
-        raise UsageError(f"{target}: {e.strerror}.") from None
+        raise UsageError(f"{target}: {e.strerror}.", code="CKPT0211") from None
     if stat.S_ISLNK(mode):
         raise DestinationExists(
-            f"{target} is a link to {os.readlink(target)}; give the path it leads to, or remove it."
+            f"{target} is a link to {os.readlink(target)}; give the path it leads to, or remove it.", code="CKPT0602"
         )
     if not stat.S_ISDIR(mode) and not stat.S_ISREG(mode):
         raise DestinationExists(
             f"{target} is {_KINDS.get(stat.S_IFMT(mode), 'no regular file')}, which ckpttool never replaces. Choose "
-            "another destination."
+            "another destination.",
+            code="CKPT0602",
         )
     if not force:
         raise DestinationExists(
-            f"{target} exists. Choose another destination, or {argument('force', True)} to replace it whole."
+            f"{target} exists. Choose another destination, or {argument('force', True)} to replace it whole.",
+            code="CKPT0601",
         )
     if stat.S_ISDIR(mode) == is_file:
         kinds = ("a folder", "file") if is_file else ("a file", "folder")
-        raise DestinationExists(f"{target} is {kinds[0]}; a {kinds[1]} does not replace it. Remove it first.")
+        raise DestinationExists(
+            f"{target} is {kinds[0]}; a {kinds[1]} does not replace it. Remove it first.", code="CKPT0602"
+        )
 
 
 _KINDS = {

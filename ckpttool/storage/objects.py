@@ -53,7 +53,7 @@ class S3Object:
         self.fs, self.url = fs, redact_url(url)
         self.bucket, _, self.key = path.partition("/")
         if not self.key:
-            raise UsageError(f"{redact_url(url)} names a bucket; give an object in it.")
+            raise UsageError(f"{redact_url(url)} names a bucket; give an object in it.", code="CKPT0214")
 
     def request(self, method: str, *, read_body: bool = False, **kwargs: Any) -> S3Answer:
         """Send a request of S3's API for this object's bucket, with retries, and return its answer as botocore parses
@@ -188,7 +188,9 @@ class S3Object:
             except (NotFound, Denied):  # or nobody may look
                 return
             time.sleep(POLICY.first_wait_seconds * 2**k)
-        raise RemoteError(f"{self.url}: the store keeps parts of an upload that was aborted {POLICY.tries} times.")
+        raise RemoteError(
+            f"{self.url}: the store keeps parts of an upload that was aborted {POLICY.tries} times.", code="CKPT0906"
+        )
 
     def head(self) -> S3Answer | None:
         """Return the object's metadata, as S3 answers head_object; None if it does not exist.
@@ -258,7 +260,9 @@ def required_value(answer: Mapping[str, Any], name: str, url: str) -> Any:
         RemoteError: the store does not give it.
     """
     if name not in answer:
-        raise RemoteError(f"{url}: the store answers without {name}, which S3 always gives. Check that it speaks S3.")
+        raise RemoteError(
+            f"{url}: the store answers without {name}, which S3 always gives. Check that it speaks S3.", code="CKPT0906"
+        )
     return answer[name]
 
 
@@ -275,7 +279,9 @@ def s3_object(url: str) -> S3Object | None:
 
 def exists_error(url: str) -> DestinationExists:
     """Return the error for an object that is already there; it is not raised."""
-    return DestinationExists(f"{url} exists. Choose another destination, or {argument('force', True)} to replace it.")
+    return DestinationExists(
+        f"{url} exists. Choose another destination, or {argument('force', True)} to replace it.", code="CKPT0601"
+    )
 
 
 def hide_object(url: str) -> None:
@@ -378,7 +384,9 @@ def put_if_unchanged(url: str, data: bytes, token: str | None) -> bool:
     at = s3_object(url)
     if at is None:
         raise Unsupported(
-            f"{redact_url(url)}: this kind of store has no conditional writes; a ledger needs them. Use S3 or a folder."
+            f"{redact_url(url)}: this kind of store has no conditional writes; a ledger needs them. Use S3 or "
+            "a folder.",
+            code="CKPT0340",
         )
     condition: S3Answer = {"IfNoneMatch": "*"} if token is None else {"IfMatch": token}
     try:

@@ -73,10 +73,13 @@ class LeftoverFiles:
         self.target = os.path.abspath(target)
         self.parent, self.name = os.path.split(self.target)
         if not self.name:
-            raise UsageError(f"{target!r} names no file or folder.")
+            raise UsageError(f"{target!r} names no file or folder.", code="CKPT0211")
         most = _longest_name(self.parent)
         if (n := len(os.fsencode(self.name))) > most:
-            raise UsageError(f"the name of the destination has {n} bytes, and {self.parent} allows {most}: {self.name}")
+            raise UsageError(
+                f"the name of the destination has {n} bytes, and {self.parent} allows {most}: {self.name}",
+                code="CKPT0211",
+            )
         self.prefix = f".{_shortened_name(self.name, most)}.partial-"
         self.lock = os.path.join(self.parent, self.prefix + "lock")
 
@@ -371,7 +374,7 @@ def clean(path: str | os.PathLike[str], *, dry_run: bool = False) -> Cleaned:
     """
     target = os.path.abspath(path)
     if not os.path.isdir(os.path.dirname(target)):
-        raise UsageError(f"{os.path.dirname(target)} is not a folder.")
+        raise UsageError(f"{os.path.dirname(target)} is not a folder.", code="CKPT0211")
     out = Cleaned()
     try:
         all_leftovers = [LeftoverFiles(target)] if os.path.basename(target) else []
@@ -464,7 +467,7 @@ def rename_special(a: str, b: str, flags: int, a_folder: int = -100) -> bool:
         return True
     error = ctypes.get_errno()
     if error == errno.EEXIST:
-        raise DestinationExists(f"{b} was created by somebody else meanwhile; nothing was replaced.")
+        raise DestinationExists(f"{b} was created by somebody else meanwhile; nothing was replaced.", code="CKPT0603")
     if error in (errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP):
         return False
     raise OSError(error, os.strerror(error), b)

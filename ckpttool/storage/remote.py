@@ -66,9 +66,11 @@ def filesystem_for(url: str) -> tuple[AbstractFileSystem, str, str]:
     """
     scheme = scheme_of(url)
     if scheme is None or "::" in url:
-        raise UsageError(f"{redact_url(url)} is not the URL of a store; give one like s3://bucket/folder.")
+        raise UsageError(
+            f"{redact_url(url)} is not the URL of a store; give one like s3://bucket/folder.", code="CKPT0214"
+        )
     if scheme in ("file", "local"):
-        raise UsageError(f"{url}: give the path itself, without {scheme}://.")
+        raise UsageError(f"{url}: give the path itself, without {scheme}://.", code="CKPT0214")
     query = ""
     if scheme in ("http", "https"):
         url, _, query = url.partition("?")
@@ -87,9 +89,11 @@ def filesystem_for(url: str) -> tuple[AbstractFileSystem, str, str]:
         how = "pip install aiohttp" if scheme in ("http", "https") else f"install fsspec's package for {scheme}://"
         raise MissingPackage(f"{scheme}:// needs a package that is not installed: {how}") from None
     except ValueError as e:
-        raise UsageError(f"{redact_url(url)}: {redacted_message(e)}.") from None
+        raise UsageError(f"{redact_url(url)}: {redacted_message(e)}.", code="CKPT0214") from None
     except OSError as e:  # some stores (ftp) are asked for at once
-        raise RemoteError(f"{redact_url(url)}: {redacted_message(e)}. Check the address and the network.") from None
+        raise RemoteError(
+            f"{redact_url(url)}: {redacted_message(e)}. Check the address and the network.", code="CKPT0901"
+        ) from None
     if scheme == "hf":
         import logging
 
@@ -188,7 +192,8 @@ class RemoteSource(Source):
         if found is None:
             raise RemoteError(
                 f"{self._object_url(name)}: the server does not give its size, which is needed to read parts of it. "
-                "Download the file."
+                "Download the file.",
+                code="CKPT0906",
             )
         return found
 
@@ -288,7 +293,8 @@ class RemoteSource(Source):
                 now = known if isinstance(known, tuple) else self._fetch_identity(name)
             except NotFound:
                 raise Corrupt(
-                    f"{self._object_url(name)} is missing. The copy is incomplete; fetch the file again."
+                    f"{self._object_url(name)} is missing. The copy is incomplete; fetch the file again.",
+                    code="CKPT0401",
                 ) from None
             self._identity.setdefault(name, now)
             self._check_expected(name)
@@ -310,7 +316,8 @@ class RemoteSource(Source):
         """
         if offset < 0 or offset + len(into) > self.size(name):
             raise Corrupt(
-                f"{self._object_url(name)} has {self.size(name)} bytes; {offset}..{offset + len(into)} are needed."
+                f"{self._object_url(name)} has {self.size(name)} bytes; {offset}..{offset + len(into)} are needed.",
+                code="CKPT0403",
             )
         into = into.cast("B") if into.format != "B" else into
         if not len(into):
@@ -369,7 +376,8 @@ class RemoteSource(Source):
         if len(data) > n:  # of a store whose answers are not bounded while they arrive
             raise RemoteError(
                 f"{self._object_url(name)}: the server ignores Range requests and sends the whole object. Download "
-                "the file."
+                "the file.",
+                code="CKPT0906",
             )
         return data
 
@@ -483,7 +491,8 @@ def commit_of(found: Any, url: str) -> str:
     if not re.fullmatch(r"[0-9a-f]{40}|[0-9a-f]{64}", str(found.sha)):
         raise RemoteError(
             f"{url}: the Hub calls {str(found.sha)[:80]!r} the commit of this revision, which is none. Check "
-            "HF_ENDPOINT."
+            "HF_ENDPOINT.",
+            code="CKPT0906",
         )
     return str(found.sha)
 

@@ -150,7 +150,8 @@ def _error_for(url: str, kind: type[RemoteError] | None, text: str) -> RemoteErr
     if kind is None:
         return RemoteError(
             f"{url}: no answer in {POLICY.tries} tries ({text}). Check the network and the store, then run the same "
-            "command again."
+            "command again.",
+            code="CKPT0901",
         )
     if kind is NotFound:
         return NotFound(f"{url}: the store has no such object ({text}).")

@@ -53,7 +53,9 @@ class SharedTree:
         except OSError:
             now = None
         if now != self.fence:
-            raise CkpttoolError(f"{self.folder} is no longer being filled; this worker has nothing to do there.")
+            raise CkpttoolError(
+                f"{self.folder} is no longer being filled; this worker has nothing to do there.", code="CKPT0102"
+            )
 
     def open_range(self, name: str, pool: WriterPool, start: int) -> LocalRange:
         """Open a file of the destination, to be written from byte `start` on by the threads of `pool`. On a network

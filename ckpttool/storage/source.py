@@ -83,7 +83,8 @@ def read_error(e: OSError, path: str) -> CkpttoolError:
         return NoSpace(f"{path} cannot be read: {what}. Fix that, then run the same command again.")
     if kind_of_failure(e) is NotPermitted:
         return NotPermitted(
-            f"{path} cannot be read: {e.strerror}. Whoever owns it can allow it; nothing is known about what it holds."
+            f"{path} cannot be read: {e.strerror}. Whoever owns it can allow it; nothing is known about what it holds.",
+            code="CKPT1401",
         )
     return Unreadable(f"{path} cannot be read: {e.strerror}.")
 
@@ -109,7 +110,7 @@ class Source:
     def __init__(self, root: str | os.PathLike[str]) -> None:
         self.root = os.path.abspath(root)
         if not os.path.isdir(self.root):
-            raise Corrupt(f"{self.root}: no such folder.")
+            raise Corrupt(f"{self.root}: no such folder.", code="CKPT0401")
         self._real = os.path.realpath(self.root)
         # huggingface_hub lays snapshots/<revision>/x as a link to ../../blobs/<hash>
         parent = os.path.dirname(self._real)
@@ -251,19 +252,25 @@ class Source:
         """
         parts = Path(name).parts
         if not parts or os.path.isabs(name) or ".." in parts or "\0" in name:
-            raise Unsafe(f"{name!r} leads out of {self.root}; a checkpoint may name only files inside its own folder.")
+            raise Unsafe(
+                f"{name!r} leads out of {self.root}; a checkpoint may name only files inside its own folder.",
+                code="CKPT0702",
+            )
         path = os.path.join(self.root, name)
         try:
             os.fsencode(name)
         except UnicodeEncodeError:
             raise Corrupt(
                 f"{self.root}: a file named {name!a} is asked for, and half a surrogate pair cannot be in a file's "
-                "name."
+                "name.",
+                code="CKPT0406",
             ) from None
         try:
             fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | flags)
         except FileNotFoundError:
-            raise Corrupt(f"{path} is missing. The copy is incomplete; fetch the file again.") from None
+            raise Corrupt(
+                f"{path} is missing. The copy is incomplete; fetch the file again.", code="CKPT0401"
+            ) from None
         except OSError as e:
             if flags:
                 raise
@@ -292,14 +299,14 @@ class Source:
         """
         st = os.fstat(fd)
         if not stat.S_ISREG(st.st_mode):
-            raise Unsafe(f"{path} is not a regular file.")
+            raise Unsafe(f"{path} is not a regular file.", code="CKPT0702")
         try:
             real = os.readlink(f"/proc/self/fd/{fd}")
         except OSError:  # no /proc: the name must do
             real = os.path.realpath(path)
         inside = [self._real] + ([self._blobs] if self._blobs else [])
         if not any(real == d or real.startswith(d.rstrip("/") + "/") for d in inside):
-            raise Unsafe(f"{path} is a link to {real}, outside the checkpoint's folder.")
+            raise Unsafe(f"{path} is a link to {real}, outside the checkpoint's folder.", code="CKPT0702")
         now = (st.st_dev, st.st_ino, st.st_size, st.st_mtime_ns, st.st_ctime_ns)
         if self._identity.setdefault(name, now) != now:
             raise SourceChanged(f"{path} changed while it was read. Wait until the trainer has finished writing.")
@@ -343,7 +350,8 @@ class Source:
         if offset < 0 or length < 0 or offset + length > self.size(name):
             raise Corrupt(
                 f"{os.path.join(self.root, name)} ends at byte {self.size(name)}, but {offset}..{offset + length} is "
-                "needed. The copy is incomplete; fetch the file again."
+                "needed. The copy is incomplete; fetch the file again.",
+                code="CKPT0403",
             )
         out = bytearray(length)
         self.readinto(name, offset, memoryview(out))
@@ -401,7 +409,9 @@ class Source:
         """
         n = self.size(name)
         if n > most:
-            raise Corrupt(f"{os.path.join(self.root, name)} has {n} bytes; such a file has at most {most}.")
+            raise Corrupt(
+                f"{os.path.join(self.root, name)} has {n} bytes; such a file has at most {most}.", code="CKPT0406"
+            )
         return self.read(name, 0, n)
 
     def identities(self) -> dict[str, Identity]:
@@ -458,7 +468,8 @@ class Source:
         """
         if self._closed:
             raise UsageError(
-                f"{self.root} was closed, and is read after that. Read inside the `with ckpttool.open(...)`."
+                f"{self.root} was closed, and is read after that. Read inside the `with ckpttool.open(...)`.",
+                code="CKPT0223",
             )
 
     def __del__(self) -> None:

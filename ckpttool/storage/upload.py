@@ -110,7 +110,7 @@ class ObjectUpload:
         self.url, self.force = url, force
         at = s3_object(url)
         if at is None and lock:
-            raise Unsupported(f"{redact_url(url)}: only S3 stores have object locks.")
+            raise Unsupported(f"{redact_url(url)}: only S3 stores have object locks.", code="CKPT0340")
         self._to: PartsUpload | FileUpload
         self._left: list[tuple[str, str]] = []
         if at is None:
@@ -197,7 +197,8 @@ def upload_lost_error(url: str) -> RemoteError:
     """Return the error for an upload that the store does not know any more; it is not raised."""
     return RemoteError(
         f"{url}: its parts are gone; another run began to write the same object. Nothing was replaced; run the command "
-        "again when it has ended."
+        "again when it has ended.",
+        code="CKPT0908",
     )
 
 
@@ -207,7 +208,8 @@ def temp_space_error(e: OSError) -> NoSpace:
 
     return NoSpace(
         f"{tempfile.gettempdir()}: {e.strerror}. So many files are written at once that their parts wait there to be "
-        "sent; free some space, or set TMPDIR to a roomier folder, and run the same command again."
+        "sent; free some space, or set TMPDIR to a roomier folder, and run the same command again.",
+        code="CKPT0803",
     )
 
 
@@ -373,7 +375,8 @@ class PartsUpload:
         raise RemoteError(
             f"{self.at.url}: the store {made} of the {self.nbytes:,} that were sent, although it confirmed every "
             f"part.{' It was removed.' if removed else ''} Run the same command again; ask the operators of the store "
-            "if this persists."
+            "if this persists.",
+            code="CKPT0906",
         )
 
     def _is_ours(self, found: Mapping[str, Any]) -> bool:
@@ -475,7 +478,7 @@ class FileUpload:
                 self.url, lambda: self.fs.open(self.path, "wb", block_size=block_bytes, autocommit=False), writes=True
             )
         except NotImplementedError:
-            raise Unsupported(f"{self.url}: this kind of store is for reading only.") from None
+            raise Unsupported(f"{self.url}: this kind of store is for reading only.", code="CKPT0340") from None
 
     def _refuse_existing(self) -> None:
         """Check, unless `force`, that there is no such object.

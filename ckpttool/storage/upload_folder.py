@@ -77,7 +77,8 @@ class UploadFolder:
         if found and not self.force and not set(found) <= ours:
             raise DestinationExists(
                 f"{redact_url(self.url)} holds {len(found)} objects, first {found[0]!r}. Choose another destination, "
-                f"or {argument('force', True)} to replace it whole."
+                f"or {argument('force', True)} to replace it whole.",
+                code="CKPT0601",
             )
         return found, token
 
@@ -225,7 +226,8 @@ class UploadFolder:
             hide_object(self._note)
             raise DestinationExists(
                 f"{redact_url(self.url)}: {new[0]!r} appeared there during the upload; nothing was replaced. Choose "
-                f"another destination, or {argument('force', True)} to replace what is there."
+                f"another destination, or {argument('force', True)} to replace what is there.",
+                code="CKPT0603",
             )
         self._old += new
 
@@ -233,7 +235,8 @@ class UploadFolder:
         """Return the error for another run that is committing to the same folder; it is not raised."""
         return DestinationExists(
             f"{redact_url(self.url)}: another run is making its files visible there. Wait for it and look at what it "
-            "wrote; if it has stopped, run the same command again."
+            "wrote; if it has stopped, run the same command again.",
+            code="CKPT0603",
         )
 
     def abort(self, *, keep_shared: bool = False) -> None:

@@ -78,7 +78,13 @@ def check_inside(name: str, root: str) -> str:
     """
     parts = name.split("/")
     if any(p in ("", ".", "..") for p in parts) or "\0" in name or "\\" in name or "?versionId=" in name:
-        raise Unsafe(f"{name[:200]!r} leads out of {root}; a checkpoint may name only objects below its own URL.")
+        raise Unsafe(
+            f"{name[:200]!r} leads out of {root}; a checkpoint may name only objects below its own URL.",
+            code="CKPT0702",
+        )
     if len(name.encode("utf-8", "replace")) > _MOST_NAME_BYTES:
-        raise Unsafe(f"{name[:80]!r}... in {root} has more than {_MOST_NAME_BYTES} bytes, which no store allows.")
+        raise Unsafe(
+            f"{name[:80]!r}... in {root} has more than {_MOST_NAME_BYTES} bytes, which no store allows.",
+            code="CKPT0702",
+        )
     return name
