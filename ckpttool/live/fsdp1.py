@@ -54,7 +54,8 @@ def describe_fsdp1(model: Any, optimizer: Any = None) -> dict[str, Any]:
         if missing:
             raise Unsupported(
                 f"this torch keeps no {missing[0]} in its flat parameters; ckpttool knows torch 2.10 to 2.13. Give "
-                f"{argument('like')} a checkpoint of the same model instead."
+                f"{argument('like')} a checkpoint of the same model instead.",
+                code="CKPT0329",
             )
         parts, at = [], 0
         described = zip(p._fqns, p._shapes, p._strides, p._contiguities, strict=True)
@@ -78,7 +79,8 @@ def describe_fsdp1(model: Any, optimizer: Any = None) -> dict[str, Any]:
     if not flats:
         raise Unsupported(
             f"no module of the {type(model).__name__} is wrapped by torch.distributed.fsdp.FullyShardedDataParallel. "
-            "A model that fully_shard was called on (FSDP2) needs no flat layout."
+            "A model that fully_shard was called on (FSDP2) needs no flat layout.",
+            code="CKPT0337",
         )
     names: dict[str, None] = {}
     inside: dict[str, list[str]] = {}

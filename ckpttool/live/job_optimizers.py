@@ -46,7 +46,8 @@ def list_optimizers(optimizer: object) -> tuple[Any, ...]:
     if not found or not all(hasattr(o, "param_groups") and hasattr(o, "state") for o in found):
         raise UsageError(
             f"optimizer is a {type(optimizer).__name__}; give an optimizer, a list of optimizers, or None for the "
-            "weights only."
+            "weights only.",
+            code="CKPT0223",
         )
     return found
 
@@ -86,7 +87,9 @@ def optimizer_by_parameter(optimizers: Iterable[Any]) -> dict[int, Any]:
     for optimizer in optimizers:
         for p in (p for group in optimizer.param_groups for p in group["params"]):
             if out.setdefault(id(p), optimizer) is not optimizer:
-                raise UsageError("a parameter is in two of the optimizers, and a checkpoint has one state for it.")
+                raise UsageError(
+                    "a parameter is in two of the optimizers, and a checkpoint has one state for it.", code="CKPT0223"
+                )
     return out
 
 
@@ -203,7 +206,8 @@ def create_state(optimizer: Any, wanted: Sequence[object], plans: Plans) -> None
         raise DoesNotFit(
             f"{type(optimizer).__name__} of the job creates no state: its step fails with zero gradients "
             f"({type(e).__name__}: {str(e).partition('. ')[0].rstrip('.')}). Give the job an optimizer that can train "
-            "its parameters as they are sharded, or load with dcp.load, storage_reader and your own state dict."
+            "its parameters as they are sharded, or load with dcp.load, storage_reader and your own state dict.",
+            code="CKPT1201",
         ) from e
     finally:
         for p, gradient in gradients:

@@ -54,7 +54,8 @@ class LiveJob:
         if any(isinstance(m, FullyShardedDataParallel) for m in model.modules()):
             raise Unsupported(
                 "the model is wrapped by FSDP1, whose flat parameters can be loaded only from its own checkpoints. "
-                f"Convert the checkpoint with {argument('to', 'fsdp1')}, or use fully_shard for the model."
+                f"Convert the checkpoint with {argument('to', 'fsdp1')}, or use fully_shard for the model.",
+                code="CKPT0337",
             )
         self.model, self.scheduler, self.opened = model, scheduler, opened
         self.optimizers = job_optimizers.list_optimizers(optimizer)
@@ -69,7 +70,8 @@ class LiveJob:
         }
         if any(t.is_meta for t in self.live.values()):
             raise Unsupported(
-                "the model is on the meta device, where tensors have no memory. Call model.to_empty(device=...) first."
+                "the model is on the meta device, where tensors have no memory. Call model.to_empty(device=...) first.",
+                code="CKPT0337",
             )
         self.other = state.keys() - self.live.keys() - self.extra.keys()
         self.stored: dict[str, str] = {}
@@ -156,7 +158,7 @@ class LiveJob:
         self._read_rest()
         for name in self._leaf_names(self.wanted, ()):
             if self.opened.names.find(name) != name:
-                raise Unsupported(f'"{name}" is not in {self.opened.path}.')
+                raise Unsupported(f'"{name}" is not in {self.opened.path}.', code="CKPT0338")
 
     def _leaf_names(self, tree: Any, path: tuple[str, ...]) -> Iterator[str]:
         """Yield the dotted names of the leaves of a nested state dict; `path` are the keys under which it lies in a
@@ -305,7 +307,8 @@ class LiveJob:
         """
         if not any(e.component == "optim" for e in self.entries.values()):
             raise Unsupported(
-                f"{self.opened.path} has no optimizer state. Pass optimizer=None to load only the weights."
+                f"{self.opened.path} has no optimizer state. Pass optimizer=None to load only the weights.",
+                code="CKPT0338",
             )
         names = self._fqns_by_parameter()
         state: dict[str, dict[str, str]] = {}  # FQN -> name of a leaf of its state -> canonical name
@@ -323,7 +326,9 @@ class LiveJob:
             for p in group["params"]:
                 if id(p) not in names:
                     raise UsageError(
-                        "the optimizer has a parameter that the model does not have. Create it from model.parameters()."
+                        "the optimizer has a parameter that the model does not have. Create it from "
+                        "model.parameters().",
+                        code="CKPT0223",
                     )
                 fqns = names[id(p)]
                 fqn = next((f for f in fqns if f in state), next((f for f in fqns if f in member), fqns[0]))
@@ -580,7 +585,8 @@ class LiveJob:
             raise Differs(
                 f"{self.opened.path} was loaded, but the job does not hold what is in the files: {text}. The job is "
                 "loaded in part now; do not train it. Look at the load_state_dict, the hooks and the set_extra_state "
-                "of its classes."
+                "of its classes.",
+                code="CKPT0504",
             )
 
     def _load_scheduler(self, state: dict[str, Any]) -> None:
@@ -597,7 +603,8 @@ class LiveJob:
                 f"{self.opened.path} has the state of a scheduler that the job's {kind} does not load: "
                 f"{type(e).__name__}: {e}. The files have {', '.join(map(str, state))}; the job's has "
                 f"{', '.join(map(str, own))}. The job is loaded in part now; do not train it. Build the schedulers as "
-                "the trainer did, in its order."
+                "the trainer did, in its order.",
+                code="CKPT0504",
             ) from e
 
     def _load_strays(self) -> None:

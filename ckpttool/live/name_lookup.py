@@ -50,7 +50,8 @@ class NameLookup:
             if len(found) > 1:
                 raise Unsupported(
                     f'"{asked}" can mean {" or ".join(map(repr, sorted(found)))} of this checkpoint. Ask for it by one '
-                    "of these names."
+                    "of these names.",
+                    code="CKPT0338",
                 )
             self._memo[asked] = next(iter(found.items()), None)
         known = self._memo[asked]
@@ -74,7 +75,8 @@ class NameLookup:
             if other != name:
                 raise Unsupported(
                     f'"{other}" and "{name}" both mean "{found}" of this checkpoint; one of them would get the wrong '
-                    "tensor. Put the model under the key \"model\", as in {'model': ..., 'optim': ...}."
+                    "tensor. Put the model under the key \"model\", as in {'model': ..., 'optim': ...}.",
+                    code="CKPT0338",
                 )
             ways.setdefault((self._memo[name] or ("", ""))[1], name)
         wrapped = [w for w in ways if w.startswith("key ")]
@@ -82,7 +84,8 @@ class NameLookup:
             examples = ", ".join(f'"{ways[w]}"' for w in [*wrapped, *(w for w in ("bare",) if w in ways)])
             raise Unsupported(
                 f"the names {examples} match this checkpoint only if different leading keys are removed. "
-                "Use the names that the checkpoint has."
+                "Use the names that the checkpoint has.",
+                code="CKPT0338",
             )
 
     def _aliases(self, asked: str) -> Iterator[tuple[str, str]]:

@@ -57,7 +57,7 @@ def to_plain(x: Any, name: str) -> Any:
         return {to_plain(k, name): to_plain(v, name) for k, v in x.items()}
     if type(x) in (list, tuple, set, frozenset):
         return type(x)(to_plain(v, name) for v in x)
-    raise Unsupported(f'"{name}" holds a {type(x).__name__}, which cannot be given to a job.')
+    raise Unsupported(f'"{name}" holds a {type(x).__name__}, which cannot be given to a job.', code="CKPT0307")
 
 
 def _foreign_class(cls: object, name: str) -> Unsupported:
@@ -69,7 +69,8 @@ def _foreign_class(cls: object, name: str) -> Unsupported:
     """
     return Unsupported(
         f'"{name}" holds an instance of {cls}. ckpttool builds no object of a class that a checkpoint names, so this '
-        "entry cannot be given to a job. Leave its key out of what is loaded."
+        "entry cannot be given to a job. Leave its key out of what is loaded.",
+        code="CKPT0307",
     )
 
 
@@ -215,7 +216,8 @@ def torch_dtype(name: str) -> Any:
     if name in NOT_TORCHS:
         raise Unsupported(
             f"A tensor is {name}, numbers of six bits, which torch has no dtype for; only its bytes can be copied, as "
-            "to hf."
+            "to hf.",
+            code="CKPT0332",
         )
     return getattr(torch, name)
 

@@ -80,7 +80,7 @@ class LiveReader:
         """
         name = self.names.find(asked)
         if name is None:
-            raise Unsupported(f'"{asked}" is not in {self.path}.')
+            raise Unsupported(f'"{asked}" is not in {self.path}.', code="CKPT0338")
         return name, self.ckpt.tensors.get(name) or self.ckpt.values.get(name) or self.pieces[name]
 
     def value(self, name: str) -> Any:
@@ -260,7 +260,8 @@ class LiveReader:
                 raise Unsupported(
                     f"{self.path}: {said}, and {str(w.target.dtype).removeprefix('torch.')} in the job: a cast would "
                     "not give the numbers of the weight. Load weights that the program that quantised them has "
-                    "dequantised."
+                    "dequantised.",
+                    code="CKPT0318",
                 )
 
     def _compare_whole_targets(self, wanted: Sequence[ReadRequest], names: Container[str]) -> None:

@@ -376,7 +376,9 @@ class TensorLoader:
                 try:
                     n = os.preadv(fd, views, offset)
                 except OSError as e:
-                    raise Corrupt(f"{os.path.join(self.source.root, name)}: byte {offset}: {e.strerror}.") from e
+                    raise Corrupt(
+                        f"{os.path.join(self.source.root, name)}: byte {offset}: {e.strerror}.", code="CKPT0424"
+                    ) from e
                 if not n:
                     raise SourceChanged(
                         f"{os.path.join(self.source.root, name)} became shorter while it was read: it has no byte "

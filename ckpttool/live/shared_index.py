@@ -339,7 +339,8 @@ def _refuse_other_state(path: str | os.PathLike[str], found: list[tuple[str, ...
             if mine != its:
                 raise Corrupt(
                     f"rank {rank} sees another checkpoint under {os.fspath(path)} than rank 0: its {what} are others. "
-                    "Let all ranks see one folder, or copies of it."
+                    "Let all ranks see one folder, or copies of it.",
+                    code="CKPT0422",
                 )
 
 

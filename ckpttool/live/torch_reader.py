@@ -277,7 +277,8 @@ class AnyLayoutReader(StorageReader):
             elif isinstance(held, torch.Tensor):
                 if held.ndim:
                     raise Unsupported(
-                        f'"{name}" is a number, but the job has a tensor of shape {tuple(held.shape)} there.'
+                        f'"{name}" is a number, but the job has a tensor of shape {tuple(held.shape)} there.',
+                        code="CKPT0338",
                     )
                 none = torch.Size([])
                 whole = ReadItem(

@@ -120,7 +120,8 @@ class RunPlanner:
             raise UsageError(
                 f"there is no config.json beside {source.path} that describes the model. Pass {argument('config')}, "
                 f"the folder of a Hugging Face model, or {argument('job')}, module.py:build, a function that returns "
-                "your own."
+                "your own.",
+                code="CKPT0216",
             )
         # fingerprints in the other side's dtypes, since it may have rounded
         if request.strictness == "relaxed" and "reference" in runs:
@@ -141,7 +142,8 @@ class RunPlanner:
         if settings.scratch is None:
             raise UsageError(
                 f"{argument('fresh', True)} saves the job, and torchrun or srun may have started its ranks on several "
-                f"machines. Pass {argument('scratch')}, a folder that all of them share."
+                f"machines. Pass {argument('scratch')}, a folder that all of them share.",
+                code="CKPT0204",
             )
         resumed = replace(settings, source=os.path.join(settings.scratch, "save"), round_trip=False)
         reference = replace(resumed, fresh_steps=steps)
@@ -237,7 +239,8 @@ class RunPlanner:
             raise UsageError(
                 f"{argument('calibrate', True)} runs the job a second time with other micro-batches, but a global "
                 f"batch of {base.global_batch} in micro-batches of {base.micro_batch} rows can be cut into neither "
-                f"half nor double ones. Change {argument('micro_batch')} or {argument('global_batch')}."
+                f"half nor double ones. Change {argument('micro_batch')} or {argument('global_batch')}.",
+                code="CKPT0204",
             )
         return {}
 
@@ -293,7 +296,8 @@ def _choose_start(recorded: Trace, begin: int, reference: str | os.PathLike[str]
         raise UsageError(
             f"{os.fspath(str(reference))} has steps {recorded.steps[0].step}..{recorded.steps[-1].step}, but the "
             f"checkpoint is of step {begin}, and none comes after it. If the checkpoint is of another step, pass "
-            f"{argument('start_step')}."
+            f"{argument('start_step')}.",
+            code="CKPT0204",
         )
     return begin
 
@@ -325,14 +329,14 @@ def choose_device(wanted: str) -> tuple[str, int]:
         UsageError: no such device.
     """
     if wanted not in ("auto", "cuda", "cpu"):
-        raise UsageError(f"{argument('device', wanted)}: choose auto, cuda or cpu.")
+        raise UsageError(f"{argument('device', wanted)}: choose auto, cuda or cpu.", code="CKPT0203")
     if wanted == "cpu" or (wanted == "auto" and not glob.glob("/dev/nvidia[0-9]*")):
         return "cpu", 0
     import torch
 
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if wanted == "cuda" and not count:
-        raise UsageError(f"{argument('device', 'cuda')}: torch sees no GPU on this machine.")
+        raise UsageError(f"{argument('device', 'cuda')}: torch sees no GPU on this machine.", code="CKPT0219")
     return ("cuda", count) if count else ("cpu", 0)
 
 
@@ -353,16 +357,19 @@ def choose_mesh(world_size: int | None, mesh: str | None, as_rank: bool, device:
     if as_rank:
         ranks = _world_size_of_job()
         if world_size is not None and world_size != ranks:
-            raise UsageError(f"{argument('world_size', world_size)}, but this job was started with {ranks} ranks.")
+            raise UsageError(
+                f"{argument('world_size', world_size)}, but this job was started with {ranks} ranks.", code="CKPT0209"
+            )
     else:
         ranks = world_size or (math.prod(parse_mesh(mesh, 1).values()) if mesh else max(1, gpus))
     dims = parse_mesh(mesh, ranks)
     if (size := math.prod(dims.values())) != ranks:
-        raise UsageError(f"{argument('mesh', mesh)} has {size} ranks, but there are {ranks}.")
+        raise UsageError(f"{argument('mesh', mesh)} has {size} ranks, but there are {ranks}.", code="CKPT0209")
     if device == "cuda" and not as_rank and ranks > gpus:
         raise UsageError(
             f"{ranks} ranks, but this machine has {count_noun(gpus, 'GPU')}. Pass {argument('device', 'cpu')} to run "
-            "them on the CPU, or start ckpttool with torchrun or srun to use several nodes."
+            "them on the CPU, or start ckpttool with torchrun or srun to use several nodes.",
+            code="CKPT0219",
         )
     return dims
 
@@ -382,12 +389,16 @@ def choose_other_mesh(mesh: dict[str, int], ranks: int | None, device: str, gpus
     shards = mesh["dp_shard"]
     rest = math.prod(mesh.values()) // shards
     if ranks is not None and ranks % rest:
-        raise UsageError(f"{argument('resume_world_size', ranks)} is not a multiple of the {rest} ranks of a shard.")
+        raise UsageError(
+            f"{argument('resume_world_size', ranks)} is not a multiple of the {rest} ranks of a shard.", code="CKPT0209"
+        )
     other = {**mesh, "dp_shard": shards - 1 or 2 if ranks is None else ranks // rest}
     if device == "cpu" or math.prod(other.values()) <= gpus:
         return other
     if ranks is not None:
-        raise UsageError(f"{argument('resume_world_size', ranks)}, but this machine has {count_noun(gpus, 'GPU')}.")
+        raise UsageError(
+            f"{argument('resume_world_size', ranks)}, but this machine has {count_noun(gpus, 'GPU')}.", code="CKPT0219"
+        )
     return None
 
 
@@ -403,6 +414,7 @@ def _world_size_of_job() -> int:
         shown = ", ".join(f"{k}={v!r}" for k, v in variables.items())
         raise UsageError(
             "RANK and WORLD_SIZE are set, so this process is one rank of a job, but the variables make no sense: "
-            f"{shown}. Start it with torchrun or srun, or unset RANK and WORLD_SIZE."
+            f"{shown}. Start it with torchrun or srun, or unset RANK and WORLD_SIZE.",
+            code="CKPT0219",
         )
     return int(world)

@@ -285,11 +285,12 @@ class RunSettings:
             UsageError: the dtype is neither fp32 nor bf16, or the global batch is no multiple of the micro-batch.
         """
         if self.dtype not in ("fp32", "bf16"):
-            raise UsageError(f"{argument('dtype', self.dtype)}: choose fp32 or bf16.")
+            raise UsageError(f"{argument('dtype', self.dtype)}: choose fp32 or bf16.", code="CKPT0203")
         if self.global_batch < 1 or self.micro_batch < 1 or self.global_batch % self.micro_batch:
             raise UsageError(
                 f"{argument('global_batch', self.global_batch)} is not a multiple of "
-                f"{argument('micro_batch', self.micro_batch)} rows."
+                f"{argument('micro_batch', self.micro_batch)} rows.",
+                code="CKPT0204",
             )
 
     @property
@@ -324,7 +325,8 @@ def parse_mesh(text: str | None, world_size: int) -> dict[str, int]:
         ):
             raise UsageError(
                 f"{argument('mesh', text)}: write dp_replicate=R,dp_shard=S,tp=T, each at most once, with numbers from "
-                "1."
+                "1.",
+                code="CKPT0203",
             )
         out[name] = int(size)
     return {"dp_shard": 1, **out} if "dp_shard" not in out else out

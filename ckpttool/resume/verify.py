@@ -158,19 +158,27 @@ def check_request(request: VerifyRequest) -> None:
     require_packages("resume-verify", "torch", *(() if request.job else ("transformers",)), "jinja2")
     check_fresh(request)
     if request.against is not None and request.reference is not None:
-        raise UsageError(f"{argument('against')} and {argument('reference')} are two references; give one.")
+        raise UsageError(
+            f"{argument('against')} and {argument('reference')} are two references; give one.", code="CKPT0204"
+        )
     if request.against_python is not None:
         _check_use_of_python(request)
     if request.strictness not in PROFILES:
-        raise UsageError(f"{argument('profile', request.strictness)}: choose one of {', '.join(PROFILES)}.")
+        raise UsageError(
+            f"{argument('profile', request.strictness)}: choose one of {', '.join(PROFILES)}.", code="CKPT0203"
+        )
     if request.reference_loader not in ("origin", "ckpttool"):
-        raise UsageError(f"{argument('reference_loader', request.reference_loader)}: choose origin or ckpttool.")
+        raise UsageError(
+            f"{argument('reference_loader', request.reference_loader)}: choose origin or ckpttool.", code="CKPT0203"
+        )
     if request.steps < 1:
-        raise UsageError(f"{argument('steps', request.steps)}: must be at least 1.")
+        raise UsageError(f"{argument('steps', request.steps)}: must be at least 1.", code="CKPT0203")
     if request.timeout < 1:
-        raise UsageError(f"{argument('timeout', request.timeout)}: must be at least 1 second.")
+        raise UsageError(f"{argument('timeout', request.timeout)}: must be at least 1 second.", code="CKPT0203")
     if request.scratch is not None and not os.path.isdir(request.scratch):
-        raise UsageError(f"{argument('scratch', os.fspath(request.scratch))}: this folder does not exist.")
+        raise UsageError(
+            f"{argument('scratch', os.fspath(request.scratch))}: this folder does not exist.", code="CKPT0212"
+        )
     if request.job is not None:
         check_job_source(request.job)
     elif request.reading.config is not None:  # with a job it may be the folder of a tokenizer alone
@@ -187,13 +195,15 @@ def _check_use_of_python(request: VerifyRequest) -> None:
     if request.reference is not None:
         raise UsageError(
             f"{argument('reference')} was recorded in its own Python, so {argument('against_python')} would run "
-            "nothing. Leave one of the two out."
+            "nothing. Leave one of the two out.",
+            code="CKPT0204",
         )
     if is_rank_of_job():
         raise UsageError(
             f"{argument('against_python')}: torchrun or srun started this job, whose ranks are all of one Python. "
             "Start ckpttool without them, on one machine; or record the job in the other Python with "
-            f"ckpttool.Recorder, and pass {argument('reference')}."
+            f"ckpttool.Recorder, and pass {argument('reference')}.",
+            code="CKPT0204",
         )
 
 
@@ -206,26 +216,37 @@ def check_fresh(request: VerifyRequest) -> None:
     fresh = argument("fresh", True)
     if not request.fresh:
         if not os.fspath(request.source):
-            raise UsageError(f"there is no checkpoint to verify. Give one, or {fresh} to train a job from its start.")
+            raise UsageError(
+                f"there is no checkpoint to verify. Give one, or {fresh} to train a job from its start.",
+                code="CKPT0204",
+            )
         if request.resume_world_size is not None:
-            raise UsageError(f"{argument('resume_world_size', request.resume_world_size)} goes with {fresh}.")
+            raise UsageError(
+                f"{argument('resume_world_size', request.resume_world_size)} goes with {fresh}.", code="CKPT0204"
+            )
         return
     if os.fspath(request.source):
         raise UsageError(
             f"{fresh} trains the job from its start and resumes from what it saves; it does not take a checkpoint "
-            f"({os.fspath(request.source)})."
+            f"({os.fspath(request.source)}).",
+            code="CKPT0204",
         )
     for name in ("against", "against_python", "reference", "start_step", "against_world_size"):
         if (value := getattr(request, name)) is not None:
-            raise UsageError(f"{argument(name, value)} does not go with {fresh}, whose own run is the reference.")
+            raise UsageError(
+                f"{argument(name, value)} does not go with {fresh}, whose own run is the reference.", code="CKPT0204"
+            )
     if request.job is None:
-        raise UsageError(f"{fresh} needs {argument('job')}: only your own job says what to train, and how.")
+        raise UsageError(
+            f"{fresh} needs {argument('job')}: only your own job says what to train, and how.", code="CKPT0204"
+        )
     if request.fresh_steps < 1:
-        raise UsageError(f"{argument('fresh_steps', request.fresh_steps)}: must be at least 1.")
+        raise UsageError(f"{argument('fresh_steps', request.fresh_steps)}: must be at least 1.", code="CKPT0203")
     if request.resume_world_size is not None and is_rank_of_job():
         raise UsageError(
             f"{argument('resume_world_size', request.resume_world_size)}: the ranks of this job were started by "
-            "torchrun or srun. To resume at another world size, start ckpttool without, on one machine."
+            "torchrun or srun. To resume at another world size, start ckpttool without, on one machine.",
+            code="CKPT0209",
         )
 
 
@@ -324,7 +345,8 @@ def _run_on_this_rank(runs: Mapping[str, RunSettings], folder: str, status: Stat
         if settings.world_size != dist.get_world_size():
             raise UsageError(
                 f"the {label} has a mesh of {settings.world_size} ranks, but this job has {dist.get_world_size()}; "
-                "to run at another world size, start ckpttool without torchrun on one machine."
+                "to run at another world size, start ckpttool without torchrun on one machine.",
+                code="CKPT0209",
             )
         trace = run_job(settings, os.path.join(folder, f"probe-{label}.npy"), status)
         if trace is not None:
@@ -361,7 +383,7 @@ def _naming_failures() -> Iterator[None]:
                 "first is the cause: torchrun lists it with its exit code, and srun prints it."
             ) from None
         raise CkpttoolError(
-            f"rank {os.environ['RANK']} failed in {current_stage()!r}: {type(e).__name__}: {text}."
+            f"rank {os.environ['RANK']} failed in {current_stage()!r}: {type(e).__name__}: {text}.", code="CKPT0103"
         ) from None
 
 
@@ -432,7 +454,9 @@ def _refuse_failed_job(outcome: Outcome) -> None:
         known = label == "candidate" and any(c.stage in ("state", "configuration") for c in outcome.judgement.failed)
         if trace.stopped is not None and not known:
             step = trace.start + 1 + len(trace.steps)
-            raise CkpttoolError(f"the optimizer of the job fails in step {step} of the {label}: {trace.stopped}.")
+            raise CkpttoolError(
+                f"the optimizer of the job fails in step {step} of the {label}: {trace.stopped}.", code="CKPT0103"
+            )
 
 
 def _find_causes(request: VerifyRequest, reference: Trace | None, outcome: Outcome) -> list[Cause]:

@@ -287,7 +287,7 @@ def choose_column(profile: str, reference: Trace, got: Trace) -> str:
         UsageError: there is no such profile.
     """
     if profile not in PROFILES:
-        raise UsageError(f"{argument('profile', profile)}: choose one of {', '.join(PROFILES)}.")
+        raise UsageError(f"{argument('profile', profile)}: choose one of {', '.join(PROFILES)}.", code="CKPT0203")
     if profile == "relaxed":
         return "relaxed"
     kind = compute_precision(reference, got)

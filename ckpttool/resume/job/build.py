@@ -140,7 +140,8 @@ def build_job(settings: RunSettings, opened: OpenCheckpoint | None) -> Job:
     if scheduler is not None and not hasattr(scheduler, "state_dict"):
         raise UsageError(
             f"{argument('job', settings.job)}: the scheduler is a {type(scheduler).__name__}; return one object with "
-            "step, state_dict and load_state_dict, which may hold several."
+            "step, state_dict and load_state_dict, which may hold several.",
+            code="CKPT0215",
         )
     scale = _sum_gradients(model, settings.world_size // settings.mesh.get("tp", 1))
     tp = settings.mesh.get("tp", 1)
@@ -173,10 +174,11 @@ def _check_can_start(model: Any, optimizer: Any) -> None:
     if (lost := next((n for n, p in model.named_parameters() if p.device.type == "meta"), None)) is not None:
         raise UsageError(
             f"{fresh} trains from the weights that build() gives, but {lost} is on the meta device, where it has none. "
-            "Initialise the weights in build(): on the CPU, or by fully_shard, to_empty and your own initialisation."
+            "Initialise the weights in build(): on the CPU, or by fully_shard, to_empty and your own initialisation.",
+            code="CKPT0215",
         )
     if optimizer is None:
-        raise UsageError(f"{fresh} trains the job, but build() returns no optimizer.")
+        raise UsageError(f"{fresh} trains the job, but build() returns no optimizer.", code="CKPT0215")
 
 
 # ----------------------------------------------------------------------------------------------- where models come from
@@ -194,7 +196,8 @@ def _nest_under_prefix(model: Any, settings: RunSettings) -> Any:
     if settings.module_prefix and settings.mesh.get("tp", 1) > 1:
         raise Unsupported(
             f"{argument('module_prefix', settings.module_prefix)} does not go with tensor parallelism, whose plan has "
-            "the model's own names; apply both in build()."
+            "the model's own names; apply both in build().",
+            code="CKPT0339",
         )
 
     class Below(nn.Module):
@@ -252,14 +255,17 @@ def _model_from_config(settings: RunSettings) -> tuple[Any, float]:
     if folder is None:
         raise UsageError(
             f"{argument('config')} (a Hugging Face folder) or {argument('job')} (module.py:build) is needed to know "
-            "the model."
+            "the model.",
+            code="CKPT0216",
         )
     try:
         config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
     except (OSError, ValueError) as e:
-        raise UsageError(f"{argument('config', folder)}: no model configuration ({str(e).splitlines()[0]}).") from None
+        raise UsageError(
+            f"{argument('config', folder)}: no model configuration ({str(e).splitlines()[0]}).", code="CKPT0216"
+        ) from None
     except _ILL as e:
-        raise UsageError(_explain_build_error(folder, e)) from e
+        raise UsageError(_explain_build_error(folder, e), code="CKPT0216") from e
     dropout_off = 0.0
     if not settings.keep_dropout:
         for key, value in config.to_dict().items():
@@ -273,10 +279,11 @@ def _model_from_config(settings: RunSettings) -> tuple[Any, float]:
     except ValueError as e:
         raise UsageError(
             f"{argument('config', folder)}: {config.model_type} is not a causal language model of transformers "
-            f"({str(e).splitlines()[0]}). Give the job with {argument('job')}."
+            f"({str(e).splitlines()[0]}). Give the job with {argument('job')}.",
+            code="CKPT0216",
         ) from None
     except _ILL as e:
-        raise UsageError(_explain_build_error(folder, e)) from e
+        raise UsageError(_explain_build_error(folder, e), code="CKPT0216") from e
     model.tie_weights()  # no_init_weights leaves it out
     return model, dropout_off
 
@@ -425,13 +432,15 @@ def _apply_tensor_parallelism(model: Any, mesh: Any) -> None:
         plan.setdefault(f"{base}.{pattern}" if base else pattern, style)
     if not plan:
         raise Unsupported(
-            f"{type(model).__name__} has no tensor-parallel plan; apply one in build() of {argument('job')}."
+            f"{type(model).__name__} has no tensor-parallel plan; apply one in build() of {argument('job')}.",
+            code="CKPT0339",
         )
     odd = sorted(set(plan.values()) - styles.keys())
     if odd:
         raise Unsupported(
             f"the tensor-parallel plan of {type(model).__name__} has {', '.join(odd)}, which ckpttool does not apply; "
-            f"apply it in build() of {argument('job')}."
+            f"apply it in build() of {argument('job')}.",
+            code="CKPT0339",
         )
     chosen = {}
     for name, _ in model.named_modules():
@@ -453,7 +462,8 @@ def _materialise(model: Any, settings: RunSettings) -> None:
     if lost:
         raise Unsupported(
             f"buffer {lost[0]} of the model is on the meta device, and no checkpoint contains it. Build the model "
-            "with buffers on the CPU (torch.device('meta') makes both)."
+            "with buffers on the CPU (torch.device('meta') makes both).",
+            code="CKPT0339",
         )
     tied: dict[int, list[tuple[Any, str]]] = {}
     for module in model.modules():
@@ -535,7 +545,8 @@ def _build_optimizer(model: Any, ckpt: Checkpoint, notes: list[str]) -> Any:
     else:
         raise Unsupported(
             f"the optimizer has slots {', '.join(sorted(slots)) or 'none'} and options {', '.join(sorted(options))}; "
-            f"which identify no optimizer class of torch. Build the job yourself, with {argument('job')}."
+            f"which identify no optimizer class of torch. Build the job yourself, with {argument('job')}.",
+            code="CKPT0339",
         )
     params = {n: p for n, p in model.named_parameters()}
     if not groups:
@@ -605,7 +616,8 @@ def _loss_function(given: Any, causal: bool) -> Callable[[Any, Mapping[str, Any]
         if not isinstance(mean, torch.Tensor) or mean.dim():
             raise UsageError(
                 "the model of build() returns neither logits (rows, tokens, vocabulary) nor a loss; return a loss "
-                "function, too."
+                "function, too.",
+                code="CKPT0215",
             )
         return mean * count, count, None
 
@@ -613,7 +625,10 @@ def _loss_function(given: Any, causal: bool) -> Callable[[Any, Mapping[str, Any]
         """Call the loss of build(), and check what it returns."""
         out = given(model, batch)
         if not isinstance(out, tuple) or len(out) not in (2, 3):
-            raise UsageError("loss(model, batch) of build() must return (sum over tokens, number of tokens[, logits]).")
+            raise UsageError(
+                "loss(model, batch) of build() must return (sum over tokens, number of tokens[, logits]).",
+                code="CKPT0215",
+            )
         return out[0], torch.as_tensor(out[1]), out[2] if len(out) == 3 else None
 
     return own if given is not None else language

@@ -58,27 +58,33 @@ def add_lora_layers(model: Any, settings: RunSettings, opened: OpenCheckpoint) -
     require_packages("a model with LoRA layers", "peft")
     instead = f"Give the job with {argument('job')}."
     if len(held.names) > 1:
-        raise Unsupported(f"the checkpoint holds several adapters ({', '.join(held.names)}). {instead}")
+        raise Unsupported(
+            f"the checkpoint holds several adapters ({', '.join(held.names)}). {instead}", code="CKPT0339"
+        )
     found = _find_adapter_config(settings, opened, held.names[0])
     if found is None:
         raise Unsupported(
             f"the checkpoint holds LoRA layers, and {model_files.ADAPTER_CONFIG}, which describes them, is neither in "
             f"{settings.config} nor beside the checkpoint. Copy it to one of them, or give the job with "
-            f"{argument('job')}."
+            f"{argument('job')}.",
+            code="CKPT0339",
         )
     if found.get("peft_type") != "LORA":
-        raise Unsupported(f"adapter_config.json is of {str(found.get('peft_type'))[:40]}, not of LORA. {instead}")
+        raise Unsupported(
+            f"adapter_config.json is of {str(found.get('peft_type'))[:40]}, not of LORA. {instead}", code="CKPT0339"
+        )
     from peft import LoraConfig, __version__, get_peft_model, inject_adapter_in_model
 
     here = {f.name for f in fields(LoraConfig)}
     for name in (str(k) for k, value in found.items() if value and k not in _FIELDS):
         if name in lora.REFUSED or name not in lora.KNOWN:
             why = lora.REFUSED.get(name, "ckpttool does not know what that changes")
-            raise Unsupported(f"adapter_config.json sets {name[:60]!r}: {why}. {instead}")
+            raise Unsupported(f"adapter_config.json sets {name[:60]!r}: {why}. {instead}", code="CKPT0339")
     if missing := [k for k in _FIELDS if found.get(k) and k not in here]:
         raise Unsupported(
             f"adapter_config.json sets {missing[0]!r}, which PEFT {__version__} here does not have. Install a newer "
-            "one."
+            "one.",
+            code="CKPT0339",
         )
     name = held.names[0] or "default"
     try:
@@ -90,7 +96,8 @@ def add_lora_layers(model: Any, settings: RunSettings, opened: OpenCheckpoint) -
         raise Unsupported(
             f"PEFT does not make the layers that adapter_config.json describes in the model of {settings.config} "
             f"({str(e).splitlines()[0].rstrip('.')}). See whether the two are of one model, or give the job with "
-            f"{argument('job')}."
+            f"{argument('job')}.",
+            code="CKPT0339",
         ) from None
 
 

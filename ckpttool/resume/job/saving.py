@@ -38,7 +38,7 @@ def save_job(job: Job, settings: RunSettings, step: int) -> RoundTripRecord:
         """Make the folder anew, where the disk has room for the save."""
         shutil.rmtree(folder, ignore_errors=True)
         if why := lacking_space(os.path.dirname(folder), need):
-            raise NoSpace(f"{why}. Pass {argument('scratch')}, a folder with more room.")
+            raise NoSpace(f"{why}. Pass {argument('scratch')}, a folder with more room.", code="CKPT0803")
         os.mkdir(folder)
 
     run_on_first_rank(empty)
@@ -49,7 +49,9 @@ def save_job(job: Job, settings: RunSettings, step: int) -> RoundTripRecord:
         save(_state_of(job, step, settings.device), checkpoint_id=folder)
     dist.barrier()
     if not run_on_first_rank(lambda: os.listdir(folder)):
-        raise UsageError("save(folder, step) of build() wrote nothing into the folder that it was given.")
+        raise UsageError(
+            "save(folder, step) of build() wrote nothing into the folder that it was given.", code="CKPT0215"
+        )
     seconds = max(gather_objects(time.monotonic() - began))
     return {"save_seconds": seconds, "bytes": need, "own": job.save is not None}
 

@@ -167,7 +167,9 @@ def train_step(job: Job, rows: batches.Rows, step: int, settings: RunSettings) -
     dist.all_reduce(total)
     counted = float(total[1].item())
     if not counted > 0:
-        raise UsageError(f"no token of step {step} counts in the loss: are all its labels {batches.IGNORED}?")
+        raise UsageError(
+            f"no token of step {step} counts in the loss: are all its labels {batches.IGNORED}?", code="CKPT0217"
+        )
     if counted != tokens:  # the user's own loss counts in a way of its own
         for p in job.model.parameters():
             if p.grad is not None:

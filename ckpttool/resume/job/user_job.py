@@ -43,14 +43,15 @@ def check_config_exists(config: str) -> None:
     if os.path.isdir(config):
         if not os.path.isfile(os.path.join(config, "config.json")):
             raise UsageError(
-                f"{argument('config', config)}: this folder has no config.json, which describes the model."
+                f"{argument('config', config)}: this folder has no config.json, which describes the model.",
+                code="CKPT0216",
             )
     elif (
         not os.path.exists(config)
         and "://" not in config
         and (config.startswith((".", "/", "~")) or config.count("/") > 1)
     ):
-        raise UsageError(f"{argument('config', config)}: no such folder.")
+        raise UsageError(f"{argument('config', config)}: no such folder.", code="CKPT0216")
 
 
 def check_job_source(job: str) -> None:
@@ -66,12 +67,12 @@ def check_job_source(job: str) -> None:
     if where.endswith(".py"):
         file = where
         if not os.path.isfile(file):
-            raise UsageError(f"{said}: the file {file} does not exist.")
+            raise UsageError(f"{said}: the file {file} does not exist.", code="CKPT0212")
     else:
         spec = _find_module(where)
         if spec is None:
             hint = f" Did you mean {where}.py:{name}?" if os.path.isfile(f"{where}.py") else ""
-            raise UsageError(f"{said}: there is no module {where}.{hint}")
+            raise UsageError(f"{said}: there is no module {where}.{hint}", code="CKPT0212")
         file = spec.origin or ""
         if not file.endswith(".py"):
             return  # compiled, or of a loader of its own: it is known once it is imported
@@ -82,12 +83,14 @@ def check_job_source(job: str) -> None:
         raise kind_of_failure(e, UsageError)(f"{said}: {file} cannot be read: {e.strerror or e}.") from None
     except (SyntaxError, ValueError) as e:
         at = f", line {e.lineno}" if isinstance(e, SyntaxError) and e.lineno else ""
-        raise UsageError(f"{said}: {file}{at} is not Python: {e.msg if isinstance(e, SyntaxError) else e}.") from None
+        raise UsageError(
+            f"{said}: {file}{at} is not Python: {e.msg if isinstance(e, SyntaxError) else e}.", code="CKPT0215"
+        ) from None
     defined = dict(_defined_names(tree))
     if name not in defined and "*" not in defined and "__getattr__" not in defined:
         functions = [n for n, node in defined.items() if isinstance(node, ast.FunctionDef) and not n.startswith("_")]
         there = f" It defines {', '.join(functions[:8])}." if functions else ""
-        raise UsageError(f"{said}: {file} has no function {name}.{there}")
+        raise UsageError(f"{said}: {file} has no function {name}.{there}", code="CKPT0215")
     node = defined.get(name)
     if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)) and not node.decorator_list:
         a = node.args
@@ -110,7 +113,8 @@ def _refuse_other_arguments(job: str, name: str, others: list[str]) -> None:
     """
     if others:
         raise UsageError(
-            f"{argument('job', job)}: {name}() requires {', '.join(others)}, but ckpttool passes only mesh and device."
+            f"{argument('job', job)}: {name}() requires {', '.join(others)}, but ckpttool passes only mesh and device.",
+            code="CKPT0215",
         )
 
 
@@ -180,7 +184,7 @@ def call_build(settings: RunSettings, mesh: Any) -> tuple[Any, Any, Any, Any, An
     said = argument("job", settings.job)
     if where.endswith(".py"):
         if not os.path.isfile(where):
-            raise UsageError(f"{said}: the file {where} does not exist.")
+            raise UsageError(f"{said}: the file {where} does not exist.", code="CKPT0212")
         _add_to_path(os.path.dirname(os.path.abspath(where)))
         spec = importlib.util.spec_from_file_location(os.path.basename(where)[:-3], where)
         assert spec is not None and spec.loader is not None
@@ -193,10 +197,10 @@ def call_build(settings: RunSettings, mesh: Any) -> tuple[Any, Any, Any, Any, An
         try:
             module = importlib.import_module(where)
         except ImportError as e:
-            raise UsageError(f"{said}: {e}.") from None
+            raise UsageError(f"{said}: {e}.", code="CKPT0215") from None
     build = getattr(module, name, None)
     if not callable(build):
-        raise UsageError(f"{said}: {where} has no function {name}.")
+        raise UsageError(f"{said}: {where} has no function {name}.", code="CKPT0215")
     offers = dict(zip(_OFFERED, (mesh, settings.device), strict=True))
     asked = inspect.signature(build).parameters
     needed = [
@@ -208,17 +212,21 @@ def call_build(settings: RunSettings, mesh: Any) -> tuple[Any, Any, Any, Any, An
     if isinstance(given, Mapping):
         odd = set(given) - set(parts)
         if odd or "model" not in given:
-            raise UsageError(f"{said}: returned {sorted(given)}; expected a dict with {', '.join(parts)}.")
+            raise UsageError(
+                f"{said}: returned {sorted(given)}; expected a dict with {', '.join(parts)}.", code="CKPT0215"
+            )
         out = [given.get(k) for k in parts]
     else:
         out = [*(given if isinstance(given, tuple) else (given,))]
         if not 1 <= len(out) <= 5:
-            raise UsageError(f"{said}: returned {len(out)} values; expected {', '.join(parts[:5])}.")
+            raise UsageError(f"{said}: returned {len(out)} values; expected {', '.join(parts[:5])}.", code="CKPT0215")
         out += [None] * (6 - len(out))
     if not hasattr(out[0], "named_parameters"):
-        raise UsageError(f"{said}: the model is a {type(out[0]).__name__}, not a torch.nn.Module.")
+        raise UsageError(f"{said}: the model is a {type(out[0]).__name__}, not a torch.nn.Module.", code="CKPT0215")
     if out[5] is not None and not callable(out[5]):
-        raise UsageError(f"{said}: the save is a {type(out[5]).__name__}, not a function save(folder, step).")
+        raise UsageError(
+            f"{said}: the save is a {type(out[5]).__name__}, not a function save(folder, step).", code="CKPT0215"
+        )
     return out[0], out[1], out[2], out[3], out[4], out[5]
 
 
@@ -246,29 +254,35 @@ def check_batches_fit_model(model: Any, loss: Callable[..., Any] | None, rows: R
     if loss is None and "input_ids" not in sample:
         raise UsageError(
             f"a sample of the data of build() has {', '.join(sample) or 'no keys'}, but not input_ids. {how} Other "
-            "samples need a loss(model, batch) of your own."
+            "samples need a loss(model, batch) of your own.",
+            code="CKPT0217",
         )
     for key, x in sample.items():
         if loss is None and key in ("input_ids", "labels") and (x.ndim != 1 or x.dtype.kind not in "iu"):
-            raise UsageError(f"{key} of a sample of build()'s data is {x.dtype} of shape {list(x.shape)}. {how}")
+            raise UsageError(
+                f"{key} of a sample of build()'s data is {x.dtype} of shape {list(x.shape)}. {how}", code="CKPT0217"
+            )
         if key not in two[1] or np.shape(two[1][key]) != x.shape:
             other = list(np.shape(two[1][key])) if key in two[1] else "missing"
             raise UsageError(
                 f"{key} has shape {list(x.shape)} in sample 0 of build()'s data and {other} in sample 1. Rows of a "
-                "batch are stacked, so every sample must have the same keys and shapes; pad them."
+                "batch are stacked, so every sample must have the same keys and shapes; pad them.",
+                code="CKPT0217",
             )
     ids = sample.get("input_ids")
     if loss is None and vocabulary is not None and ids is not None and ids.size and int(ids.max()) >= vocabulary:
         raise UsageError(
             f"sample 0 of build()'s data has token {int(ids.max())}, but the vocabulary of the model has {vocabulary}: "
-            "another tokenizer?"
+            "another tokenizer?",
+            code="CKPT0217",
         )
     if loss is not None:
         try:
             inspect.signature(loss).bind(None, None)
         except TypeError as e:
             raise UsageError(
-                f"loss of build() is called as loss(model, batch), but has {inspect.signature(loss)}: {e}."
+                f"loss of build() is called as loss(model, batch), but has {inspect.signature(loss)}: {e}.",
+                code="CKPT0215",
             ) from None
         except ValueError:
             pass  # of C, without a signature
@@ -279,5 +293,6 @@ def check_batches_fit_model(model: Any, loss: Callable[..., Any] | None, rows: R
     if why := unsupported_forward_reason(model, dict.fromkeys(names)):
         raise UsageError(
             f"{why}. Rename its parameters, return samples with the keys that it takes, or return a loss(model, batch) "
-            "from build() that calls the model as it wants."
+            "from build() that calls the model as it wants.",
+            code="CKPT0215",
         )

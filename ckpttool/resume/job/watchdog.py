@@ -305,7 +305,9 @@ class Stall:
             others = {r: b for r, b in self.beats.items() if r not in self.culprits}
             if others:
                 text += f" Of the others, {_describe_places(others)}."
-        out = RankLost(f"{text} If the job is only slow there, allow more time: {argument('timeout', 1800)}.")
+        out = RankLost(
+            f"{text} If the job is only slow there, allow more time: {argument('timeout', 1800)}.", code="CKPT1301"
+        )
         for rank in [*self.culprits, *(r for r in self.beats if r not in self.culprits)][:4]:
             if self.beats[rank].stack:
                 out.add_note(f"rank {rank} was last seen at {' < '.join(self.beats[rank].stack[:6])}")

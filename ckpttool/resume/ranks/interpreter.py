@@ -63,7 +63,8 @@ def check_interpreter(python: str, device: str, folder: str, timeout: float, tra
     said = argument("against_python", python)
     if shutil.which(python) is None:
         raise UsageError(
-            f"{said}: there is no such program. Name the python of another environment, such as /venvs/old/bin/python."
+            f"{said}: there is no such program. Name the python of another environment, such as /venvs/old/bin/python.",
+            code="CKPT0224",
         )
     needed = dict(_list_needed_packages(transformers))
     words = [python, "-P", "-m", __spec__.name, *needed]
@@ -72,7 +73,7 @@ def check_interpreter(python: str, device: str, folder: str, timeout: float, tra
             words, env=make_environment(folder), stdin=subprocess.DEVNULL, capture_output=True, timeout=timeout
         )
     except (OSError, subprocess.TimeoutExpired) as e:
-        raise UsageError(f"{said}: it cannot be run: {e}.") from None
+        raise UsageError(f"{said}: it cannot be run: {e}.", code="CKPT0224") from None
     out, err = (text.decode(errors="replace").strip().splitlines() for text in (done.stdout, done.stderr))
     found: dict[str, Any] = {}
     for line in out:
@@ -81,7 +82,7 @@ def check_interpreter(python: str, device: str, folder: str, timeout: float, tra
     why = err[-1].rstrip(".") if err else "it is no Python"
     if "packages" not in found:
         why = "it is older than Python 3.11" if err and "nknown option" in err[0] else why
-        raise UsageError(f"{said}: it cannot run the reference: {why}.")
+        raise UsageError(f"{said}: it cannot run the reference: {why}.", code="CKPT0224")
     versions: dict[str, str | None] = found["packages"]
     absent = [n for n in needed if versions[n] is None]
     old = [n for n in needed if _split_numbers(versions[n] or needed[n]) < _split_numbers(needed[n])]
@@ -91,11 +92,12 @@ def check_interpreter(python: str, device: str, folder: str, timeout: float, tra
         install = shlex.join([python, "-m", "pip", "install", *(f"{n}>={needed[n]}" for n in (*absent, *old))])
         raise MissingPackage(f"{said}: it cannot run the reference: {'; '.join(wrong)}. Type: {install}")
     if "gpu" not in found:
-        raise UsageError(f"{said}: it cannot import torch: {why}.")
+        raise UsageError(f"{said}: it cannot import torch: {why}.", code="CKPT0224")
     if device == "cuda" and not found["gpu"]:
         raise UsageError(
             f"{said}: its torch sees no GPU. Install a build of torch for CUDA there, or pass "
-            f"{argument('device', 'cpu')}."
+            f"{argument('device', 'cpu')}.",
+            code="CKPT0224",
         )
 
 

@@ -72,7 +72,8 @@ def launch_runs(plan: Mapping[str, RunSettings], folder: str, status: Status) ->
                     raise _attach_log(
                         CkpttoolError(
                             f"rank 0 ended with status 0 in {where!r}, before the end of the run: the job must not end "
-                            "its process."
+                            "its process.",
+                            code="CKPT0103",
                         ),
                         inner,
                     )
@@ -266,7 +267,11 @@ def raise_rank_error(folder: str, statuses: Mapping[int, int]) -> None:
         kinds = {c: getattr(errors, c) for c in errors.__all__ if c != "EXIT_CODES"}
         raise kinds.get(first["kind"], CkpttoolError)(text, code=first["code"])
     full = "\n".join(f"rank {error['rank']}:\n{error['traceback']}" for error in found)
-    raise _attach_log(CkpttoolError(f"rank {first['rank']} failed: {first['kind']}: {text.rstrip('.')}."), folder, full)
+    raise _attach_log(
+        CkpttoolError(f"rank {first['rank']} failed: {first['kind']}: {text.rstrip('.')}.", code="CKPT0103"),
+        folder,
+        full,
+    )
 
 
 def _explain_death(rank: int, status: int, where: str) -> CkpttoolError:
@@ -277,7 +282,9 @@ def _explain_death(rank: int, status: int, where: str) -> CkpttoolError:
         where: the stage that it was in.
     """
     if status > 0:
-        return CkpttoolError(f"rank {rank} ended with status {status} in {where!r}, without an error message.")
+        return CkpttoolError(
+            f"rank {rank} ended with status {status} in {where!r}, without an error message.", code="CKPT0103"
+        )
     number = -status
     causes: dict[int, str] = {
         signal.SIGKILL: "The kernel's out-of-memory killer does that; `dmesg -T`, or `kubectl describe pod`, shows it. "
@@ -287,7 +294,7 @@ def _explain_death(rank: int, status: int, where: str) -> CkpttoolError:
     }
     name = signal.Signals(number).name if number in set(signal.Signals) else "real-time signal"
     cause = causes.get(number, "Native code crashed; its Python stack is in the log.")
-    return RankLost(f"rank {rank} was killed by signal {number} ({name}) in {where!r}. {cause}")
+    return RankLost(f"rank {rank} was killed by signal {number} ({name}) in {where!r}. {cause}", code="CKPT1302")
 
 
 def _attach_log(e: CkpttoolError, folder: str, more: str = "") -> CkpttoolError:

@@ -207,13 +207,15 @@ def _explain_join_error(e: Exception) -> CkpttoolError:
             f"MASTER_PORT {port} is in use: another process of this machine listens on it, perhaps a job that has not "
             f"ended. `ss -ltnp 'sport = :{port}'` shows which. Set MASTER_PORT to a free port on every rank; or, for a "
             f"job on one machine, unset RANK and WORLD_SIZE and pass {argument('world_size')}, and ckpttool starts the "
-            "ranks without a port."
+            "ranks without a port.",
+            code="CKPT0219",
         )
     said = " ".join(str(e).split())[:300]
     return CkpttoolError(
         f"rank {rank} could not join the job at MASTER_ADDR {host}, MASTER_PORT {port} ({said}). Check that rank 0 "
         "runs there, that this machine can reach it, and that every rank has the same MASTER_ADDR, MASTER_PORT and "
-        "WORLD_SIZE."
+        "WORLD_SIZE.",
+        code="CKPT0103",
     )
 
 
@@ -295,7 +297,8 @@ class _BeatObserver:
                     RankLost(
                         f"rank {self.rank} has made no progress for {beat.quiet:.0f} s in {beat.what!r}, and the store "
                         f"of the job at {where} does not answer: the process or the machine that serves it (rank 0, or "
-                        f"torchrun) has stopped ({str(e).splitlines()[0]})."
+                        f"torchrun) has stopped ({str(e).splitlines()[0]}).",
+                        code="CKPT1301",
                     )
                 )
             return

@@ -75,7 +75,7 @@ def write_whole(path: Path, text: str, make: bool = True) -> Path:
         if make:
             path.parent.mkdir(parents=True, exist_ok=True)
         if path.exists() and not stat.S_ISREG(path.stat().st_mode):
-            raise UsageError(f"{path}: there is something that is not a regular file.")
+            raise UsageError(f"{path}: there is something that is not a regular file.", code="CKPT0212")
         try:
             with open(draft, "w", encoding="utf-8", errors="backslashreplace", newline="\n") as f:
                 f.write(text)

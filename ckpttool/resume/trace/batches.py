@@ -222,7 +222,7 @@ def check_data_exists(data: str) -> None:
         UsageError: there is no such file.
     """
     if data != "synthetic" and not os.path.exists(data):
-        raise UsageError(f"{argument('data', data)}: no such file, and not the word synthetic.")
+        raise UsageError(f"{argument('data', data)}: no such file, and not the word synthetic.", code="CKPT0212")
 
 
 def open_data(
@@ -245,7 +245,8 @@ def open_data(
         if vocabulary is None:
             raise UsageError(
                 f"{argument('data', data)} needs a model with a vocabulary. Give {argument('data')} a file, or return "
-                "data from build()."
+                "data from build().",
+                code="CKPT0217",
             )
         return _synthetic_rows(seed, sequence or 512, vocabulary), sequence or 512
     check_data_exists(data)
@@ -254,7 +255,7 @@ def open_data(
         return _check_vocabulary(lambda i: {"input_ids": matrix(i)}, data, vocabulary), len(matrix(0))
     if data.endswith((".jsonl", ".json")):
         return _jsonl_rows(data, sequence, vocabulary, tokenizer)
-    raise UsageError(f"{argument('data', data)}: give a .npy or .jsonl file, or the word synthetic.")
+    raise UsageError(f"{argument('data', data)}: give a .npy or .jsonl file, or the word synthetic.", code="CKPT0212")
 
 
 def _synthetic_rows(seed: int, sequence: int, vocabulary: int) -> Rows:
@@ -284,22 +285,26 @@ def _npy_rows(path: str, sequence: int | None) -> Callable[[int], Any]:
     try:
         tokens = np.load(path, mmap_mode="r", allow_pickle=False)
     except (ValueError, OSError, EOFError) as e:
-        raise UsageError(f"{argument('data', path)}: not a plain .npy file ({e}).") from None
+        raise UsageError(f"{argument('data', path)}: not a plain .npy file ({e}).", code="CKPT0217") from None
     if tokens.dtype.kind not in "iu" or tokens.ndim not in (1, 2) or not tokens.size:
         raise UsageError(
-            f"{argument('data', path)}: {tokens.dtype} {tokens.shape}; token rows are a matrix of integers, or one row."
+            f"{argument('data', path)}: {tokens.dtype} {tokens.shape}; token rows are a matrix of integers, "
+            "or one row.",
+            code="CKPT0217",
         )
     if tokens.ndim == 1:
         length = sequence or 512
         if len(tokens) < length:
             raise UsageError(
                 f"{argument('data', path)}: {len(tokens)} tokens, fewer than one row of {length} "
-                f"({argument('sequence')})."
+                f"({argument('sequence')}).",
+                code="CKPT0217",
             )
         tokens = tokens[: len(tokens) // length * length].reshape(-1, length)
     elif sequence and sequence > tokens.shape[1]:
         raise UsageError(
-            f"{argument('data', path)}: rows of {tokens.shape[1]} tokens, but {argument('sequence')} is {sequence}."
+            f"{argument('data', path)}: rows of {tokens.shape[1]} tokens, but {argument('sequence')} is {sequence}.",
+            code="CKPT0217",
         )
     return lambda i: np.array(tokens[i % len(tokens)][:sequence], dtype=np.int64)
 
@@ -324,7 +329,7 @@ def _jsonl_rows(path: str, sequence: int | None, vocabulary: int | None, tokeniz
             where.append(where[-1] + len(text))
     count = len(where) - 1
     if not count:
-        raise UsageError(f"{argument('data', path)}: no lines.")
+        raise UsageError(f"{argument('data', path)}: no lines.", code="CKPT0217")
     encode = _lazy_tokenizer(tokenizer)
 
     def record(index: int) -> dict[str, list[int]]:
@@ -342,7 +347,8 @@ def _jsonl_rows(path: str, sequence: int | None, vocabulary: int | None, tokeniz
         except (Corrupt, Unsafe, ValueError, KeyError, TypeError, AttributeError):
             raise UsageError(
                 f'{argument("data", path)}, line {k + 1}: not an object with "input_ids" or "text", as every line must '
-                "be."
+                "be.",
+                code="CKPT0217",
             ) from None
 
     length = sequence or len(record(0)["input_ids"])
@@ -371,7 +377,8 @@ def _lazy_tokenizer(folder: str | None) -> Callable[[str], list[int]]:
             if folder is None:
                 raise UsageError(
                     f"lines of text need the tokenizer of a Hugging Face folder ({argument('config')}); no folder was "
-                    "given."
+                    "given.",
+                    code="CKPT0217",
                 )
             from transformers import AutoTokenizer
 
@@ -379,7 +386,8 @@ def _lazy_tokenizer(folder: str | None) -> Callable[[str], list[int]]:
                 loaded.append(AutoTokenizer.from_pretrained(folder, trust_remote_code=False))
             except (OSError, ValueError) as e:
                 raise UsageError(
-                    f"{argument('config', folder)}: no tokenizer for lines of text ({str(e).splitlines()[0]})."
+                    f"{argument('config', folder)}: no tokenizer for lines of text ({str(e).splitlines()[0]}).",
+                    code="CKPT0217",
                 ) from None
         return list(loaded[0](text)["input_ids"])
 
@@ -399,7 +407,8 @@ def _check_vocabulary(rows: Rows, path: str, vocabulary: int | None) -> Rows:
         if vocabulary is not None and len(ids) and (int(ids.max()) >= vocabulary or int(ids.min()) < 0):
             raise UsageError(
                 f"{argument('data', path)}: sample {index} has tokens {int(ids.min())}..{int(ids.max())}, but the "
-                f"vocabulary of the model has {vocabulary}: another tokenizer?"
+                f"vocabulary of the model has {vocabulary}: another tokenizer?",
+                code="CKPT0217",
             )
         return out
 
@@ -425,7 +434,8 @@ def wrap_user_data(data: Any) -> Rows:
             raise UsageError(
                 f"the data of build() has no sample {index} ({e}). Step n of the training reads the samples from (n - "
                 f"1) x {argument('global_batch')} on: let the function go on, as data[index % len(data)] does, or take "
-                f"fewer {argument('steps')}."
+                f"fewer {argument('steps')}.",
+                code="CKPT0217",
             ) from None
         if not isinstance(sample, dict):
             sample = {"input_ids": sample}
@@ -436,6 +446,7 @@ def wrap_user_data(data: Any) -> Rows:
     ):
         raise UsageError(
             f"build() returned data of type {type(data).__name__}. Return a function of the sample index or a "
-            "sequence, so that batches do not depend on the rank."
+            "sequence, so that batches do not depend on the rank.",
+            code="CKPT0217",
         )
     return row

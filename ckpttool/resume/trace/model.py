@@ -272,9 +272,11 @@ def read_reference(path: str | os.PathLike[str], at: int | None = None, later: i
                 step = _parse_step(record)
                 steps[step.step] = step
         except (TypeError, ValueError, KeyError, AttributeError) as e:
-            raise Corrupt(f"{os.fspath(path)}, line {number}: not a record of ckpttool.Recorder ({e!r}).") from None
+            raise Corrupt(
+                f"{os.fspath(path)}, line {number}: not a record of ckpttool.Recorder ({e!r}).", code="CKPT0429"
+            ) from None
     if not steps:
-        raise Corrupt(f"{os.fspath(path)}: it records no step.")
+        raise Corrupt(f"{os.fspath(path)}: it records no step.", code="CKPT0429")
     out.steps = [steps[k] for k in sorted(steps)]
     out.clip = out.clip or None  # 0 is how trainers turn clipping off
     if out.global_batch is None:
@@ -419,7 +421,7 @@ def _read_records(path: str | os.PathLike[str]) -> Iterator[tuple[int, dict[str,
             if not isinstance(record, dict):
                 if not line.endswith("\n"):
                     continue  # the job was killed while it wrote this
-                raise Corrupt(f"{os.fspath(path)}, line {number}: not a JSON object.")
+                raise Corrupt(f"{os.fspath(path)}, line {number}: not a JSON object.", code="CKPT0429")
             yield number, _parse_non_finite(record)
 
 

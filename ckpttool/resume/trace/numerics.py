@@ -95,7 +95,8 @@ def name_missing_kernel() -> Iterator[None]:
             raise
         raise Unsupported(
             f"{NO_KERNEL} {name.split()[-1]}, which this job computes. Pass {argument('deterministic', False)}; bounds "
-            "are wider then."
+            "are wider then.",
+            code="CKPT0339",
         ) from e
 
 

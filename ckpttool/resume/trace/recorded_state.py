@@ -46,14 +46,16 @@ def check_sources(*, scheduler: Any, scaler: Any, dataloader: Any, extra: Any) -
             if not (hasattr(one, "state_dict") or callable(one) or isinstance(one, Mapping)):
                 raise UsageError(
                     f"{argument(key)} is a {type(one).__name__}, which has no state_dict(). Pass the object whose "
-                    "state the checkpoint stores, or a function that returns that state."
+                    "state the checkpoint stores, or a function that returns that state.",
+                    code="CKPT0223",
                 )
         out[key] = source
     if extra is not None and not callable(extra):
         if not isinstance(extra, Mapping):
             raise UsageError(
                 f"{argument('extra')} is a {type(extra).__name__}. Pass a dict {{key at the root of the checkpoint: "
-                "state, or object with state_dict(), or function}, or a function that returns such a dict."
+                "state, or object with state_dict(), or function}, or a function that returns such a dict.",
+                code="CKPT0223",
             )
         _check_extra_keys(extra, out)
     if extra is not None:
@@ -71,7 +73,8 @@ def _check_extra_keys(extra: Mapping[Any, Any], others: Collection[str]) -> Mapp
     if odd:
         raise UsageError(
             f"{argument('extra')} has the key {odd[0]!r}, which is not the name of a further entry of the checkpoint: "
-            "model and optimizer are arguments of their own, and so are scheduler, scaler and dataloader."
+            "model and optimizer are arguments of their own, and so are scheduler, scaler and dataloader.",
+            code="CKPT0223",
         )
     return extra
 

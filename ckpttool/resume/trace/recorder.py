@@ -119,7 +119,7 @@ class Recorder:
         self._path, self._model, self._optimizer, self._group, self._rows = path, model, optimizer, group, rows
         self._sources = check_sources(scheduler=scheduler, scaler=scaler, dataloader=dataloader, extra=extra)
         if probe is not None and model is None:
-            raise UsageError(f"{argument('probe')} needs the model whose logits are recorded.")
+            raise UsageError(f"{argument('probe')} needs the model whose logits are recorded.", code="CKPT0223")
         self._probe = None if probe is None else _parse_probe_rows(probe)
         self._measure = StepNorms(model, True) if norms and model is not None and optimizer is not None else None
         self._rates: list[float] | None = None
@@ -488,11 +488,14 @@ def _parse_probe_rows(probe: Any) -> dict[str, list[list[int]]]:
         )
         if not rows or not all(isinstance(r, list) and r and all(type(t) is int for t in r) for r in rows):
             raise UsageError(
-                f"{argument('probe')}: {key} is not rows of token ids, integers of shape (rows, sequence)."
+                f"{argument('probe')}: {key} is not rows of token ids, integers of shape (rows, sequence).",
+                code="CKPT0223",
             )
         out[str(key)] = rows
     if "input_ids" not in out:
-        raise UsageError(f"{argument('probe')}: a dict needs input_ids; this one has {', '.join(out) or 'nothing'}.")
+        raise UsageError(
+            f"{argument('probe')}: a dict needs input_ids; this one has {', '.join(out) or 'nothing'}.", code="CKPT0223"
+        )
     return out
 
 
