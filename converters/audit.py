@@ -73,7 +73,8 @@ def mount(where: Place) -> Place:
     if file.endswith(ENCRYPTED):
         raise UsageError(
             f"{source.root}/{file} is encrypted. `ckpttool audit restore --identity FILE` and `ckpttool audit verify "
-            "--identity FILE` read it."
+            "--identity FILE` read it.",
+            code="CKPT0218",
         )
     return Place(Archive(source, file), None)
 
@@ -135,12 +136,17 @@ def _check_paths(ckpt: Checkpoint, source: Archive) -> None:
     what = f"{source.root}/{plan.VALUES}"
     paths = [t.path for t in ckpt.tensors.values()] + [v.path for v in ckpt.values.values()]
     if (path := find_misplaced_path(paths)) is not None:
-        raise Corrupt(f"{what}: {tarball.shorten(joined(path))} is of no component, or lies in another entry.")
+        raise Corrupt(
+            f"{what}: {tarball.shorten(joined(path))} is of no component, or lies in another entry.", code="CKPT0425"
+        )
     if len(set(paths)) != len(paths) or ckpt.tensors.keys() & ckpt.values.keys():
-        raise Corrupt(f"{what}: a value has the name of a tensor.")
+        raise Corrupt(f"{what}: a value has the name of a tensor.", code="CKPT0425")
     only = source.provenance["only"]
     if only is not None and set(only) != {p[0] for p in paths}:
-        raise Corrupt(f"{source.root}/{plan.PROVENANCE}: only {', '.join(only)} were kept, it says; others are there.")
+        raise Corrupt(
+            f"{source.root}/{plan.PROVENANCE}: only {', '.join(only)} were kept, it says; others are there.",
+            code="CKPT0425",
+        )
 
 
 # --------------------------------------------------------------------------------------------------------- writing
@@ -201,7 +207,7 @@ def _check_target(target: str, own: ArchiveOptions) -> None:
     suffix = ENCRYPTED if own.recipients else SUFFIX
     if not target.endswith(suffix) or target == suffix:
         kind = "an encrypted archive" if own.recipients else "an archive"
-        raise UsageError(f"{target}: name {kind} *{suffix}.")
+        raise UsageError(f"{target}: name {kind} *{suffix}.", code="CKPT0211")
     if own.key is not None:
         _sign([("x", "0" * 64)], target, own)
     if own.recipients:
@@ -327,12 +333,14 @@ def _refuse_unreadable(name: str, data: bytes, archive_bytes: int) -> None:
         bounded_json.refuse_bomb(data, name)
         if len(data) > most:
             raise Unsafe(
-                f"{name} would have {len(data)} bytes in an archive of {archive_bytes}; at most {most} are read"
+                f"{name} would have {len(data)} bytes in an archive of {archive_bytes}; at most {most} are read",
+                code="CKPT0704",
             )
     except Unsafe as e:
         raise Unsupported(
             f"{str(e).rstrip('.')}. Such a record is refused by every reader. Keep less beside the tensors: "
-            f"{argument('only', ['model', 'optim'])}."
+            f"{argument('only', ['model', 'optim'])}.",
+            code="CKPT0316",
         ) from None
 
 

@@ -91,7 +91,10 @@ def read(where: Place, options: ReadOptions) -> Checkpoint:
     """
     source, name = where
     if name is None:
-        raise Corrupt(f"{source.root} is a folder, and a file of torch.save has this name. Fetch the checkpoint again.")
+        raise Corrupt(
+            f"{source.root} is a folder, and a file of torch.save has this name. Fetch the checkpoint again.",
+            code="CKPT0401",
+        )
     what = f"{source.root}/{name}"
     read_at = source.reader_of(name)
     tree = torch_zip.read(read_at, 0, source.size(name), what, later=True)
@@ -99,10 +102,10 @@ def read(where: Place, options: ReadOptions) -> Checkpoint:
         kind = f"an instance of {tree.cls}" if isinstance(tree, Opaque) else f"a {type(tree).__name__}"
         if isinstance(tree, stored_tensors.StoredTensor):
             kind = "a single tensor"
-        raise Unsupported(f"{what} holds {kind}, not a state dict. Save model.state_dict() instead.")
+        raise Unsupported(f"{what} holds {kind}, not a state dict. Save model.state_dict() instead.", code="CKPT0307")
     entries, records = stored_tensors.leaves(tree, (), 0, read_at, what)
     if not any(shape_of(x) is not None for x in entries.values()):
-        raise Unsupported(f"{what} holds no tensor at a key of a dict; nothing in it is a state dict.")
+        raise Unsupported(f"{what} holds no tensor at a key of a dict; nothing in it is a state dict.", code="CKPT0307")
     named = canonical(
         entries,
         shape_of,
@@ -146,10 +149,12 @@ def _read_own_record(read_at: source.ReadAt, length: int, what: str, record_name
     if record is None:
         return {}
     if record.length > MOST_RECORD_BYTES:
-        raise Unsafe(f"{what}: {record_name} has {record.length} bytes; at most {MOST_RECORD_BYTES} are read")
+        raise Unsafe(
+            f"{what}: {record_name} has {record.length} bytes; at most {MOST_RECORD_BYTES} are read", code="CKPT0704"
+        )
     found = parse(read_at(record.offset, record.length), f"{what}: {record_name}")
     if not isinstance(found, dict) or not all(isinstance(d, str) for d in found.values()):
-        raise Corrupt(f"{what}: {record_name} is not a map of names to text")
+        raise Corrupt(f"{what}: {record_name} is not a map of names to text", code="CKPT0406")
     return found
 
 

@@ -111,7 +111,7 @@ def _list_files(source: Source, folder: str, depth: int = 0) -> Iterator[str]:
         Corrupt: folders are nested too deep.
     """
     if depth > _MOST_DEPTH:
-        raise Corrupt(f"{source.root}/{folder}: folders in folders, more than {_MOST_DEPTH}.")
+        raise Corrupt(f"{source.root}/{folder}: folders in folders, more than {_MOST_DEPTH}.", code="CKPT0406")
     for name in source.list(folder):
         path = f"{folder}/{name}"
         if source.glance(path)[0]:
@@ -169,7 +169,9 @@ class _Reading:
             name = ".".join([*(folder.split("/") if folder else []), m["name"]])
             slots, about = safetensors_header.read_header(self.source, path)
             if "data" not in slots:
-                raise Corrupt(f'{self.source.root}/{path} has no tensor "data", which nanotron writes.')
+                raise Corrupt(
+                    f'{self.source.root}/{path} has no tensor "data", which nanotron writes.', code="CKPT0412"
+                )
             number, slot = self.number(path), slots["data"]
             part = self._boxes_of_file(path, slot.shape, about)
             if m["pp"] is not None:
@@ -186,14 +188,16 @@ class _Reading:
                     )
         if not found:
             raise Corrupt(
-                f"{self.source.root}/model has no model_*.safetensors. The copy is incomplete; fetch the folder again."
+                f"{self.source.root}/model has no model_*.safetensors. The copy is incomplete; fetch the folder again.",
+                code="CKPT0401",
             )
         for name, rows in found.items():
             shape, dtype = rows[0][2].shape, rows[0][1].dtype
             if any((part.shape, slot.dtype) != (shape, dtype) for _, slot, part in rows):
                 raise Corrupt(
                     f'{self.source.root}: the parts of "{name}" are of different shapes or dtypes. They are from '
-                    "different saves."
+                    "different saves.",
+                    code="CKPT0409",
                 )
             self.shapes[name] = shape
             self._put_tensor(
@@ -229,7 +233,8 @@ class _Reading:
                 held.append(_Box(tuple(a for a, _ in ours), tuple(c for c, _ in theirs), tuple(b - a for a, b in ours)))
         except (KeyError, ValueError) as e:
             raise Corrupt(
-                f"{self.source.root}/{path}: its header does not say which part of a tensor it is ({e})."
+                f"{self.source.root}/{path}: its header does not say which part of a tensor it is ({e}).",
+                code="CKPT0406",
             ) from None
         return _Part(shape, local, tuple(held))
 
@@ -258,7 +263,8 @@ class _Reading:
         why = boxes.find_cover_problem(shape, chunks.boxes())
         if why is not None:
             raise Corrupt(
-                f'{self.source.root}: "{joined(path)}" {shape}: {why}. Files of ranks are missing or from other saves.'
+                f'{self.source.root}: "{joined(path)}" {shape}: {why}. Files of ranks are missing or from other saves.',
+                code="CKPT0408",
             )
         self.tensors[joined(path)] = TensorEntry(dtype, shape, path, chunks)
 
@@ -279,7 +285,8 @@ class _Reading:
         if sizes.get("expert_parallel_size", "1") != "1":
             raise Unsupported(
                 f"{self.source.root}: experts on {sizes['expert_parallel_size']} ranks of their own, of whose weights "
-                "nanotron's files do not tell the expert. Save with expert_parallel_size=1."
+                "nanotron's files do not tell the expert. Save with expert_parallel_size=1.",
+                code="CKPT0325",
             )
         ranges = self._object(file, self._object(file, config, "configs"), "param_name_to_dp_rank_offsets")
         _, dps, tps = self._check_ranks(names, sizes, bool(ranges))
@@ -321,7 +328,8 @@ class _Reading:
                     groups[i][1].update(dict.fromkeys(called[k] for k in group["params"] if k in called))
             except (KeyError, TypeError, AttributeError, ValueError, IndexError) as e:
                 raise Corrupt(
-                    f"{self.source.root}/optimizer/{file}: not what nanotron saves ({type(e).__name__}: {e})."
+                    f"{self.source.root}/optimizer/{file}: not what nanotron saves ({type(e).__name__}: {e}).",
+                    code="CKPT0406",
                 ) from None
         for (name, slot), held in state.items():
             path: Path = ("optim", "state", name, slot) if slot else ("extra", "master", name)
@@ -396,7 +404,8 @@ class _Reading:
         said = [str(sizes.get(f"{k}_size", "1")) for k in ("pp", "dp", "tp")]
         if not all(re.fullmatch(r"[1-9][0-9]{0,5}", n) for n in said):
             raise Corrupt(
-                f"{self.source.root}/optimizer/optimizer_config.json: {', '.join(said)[:80]} are no numbers of ranks."
+                f"{self.source.root}/optimizer/optimizer_config.json: {', '.join(said)[:80]} are no numbers of ranks.",
+                code="CKPT0406",
             )
         many = [int(n) for n in said]
         self.world = prod(many)
@@ -405,7 +414,8 @@ class _Reading:
                 raise Corrupt(
                     f"{self.source.root}/optimizer has no file of pp {pp}, dp {dp}, tp {tp}, and optimizer_config.json "
                     f"says that the job had {many[0]}, {many[1]} and {many[2]} of them. The copy is incomplete; fetch "
-                    "the folder again."
+                    "the folder again.",
+                    code="CKPT0402",
                 )
         return many
 
@@ -435,7 +445,8 @@ class _Reading:
         if first != found:
             raise Corrupt(
                 f'{what}: "{name}" has another {slot} than in the files of other ranks. They are from different steps; '
-                "fetch the files of one save."
+                "fetch the files of one save.",
+                code="CKPT0409",
             )
 
     # -------------------------------------------------------------------------------------------------------- the rest
@@ -477,7 +488,7 @@ class _Reading:
         found = bounded_json.parse(self.source.read_all(file, _MOST_JSON), f"{self.source.root}/{file}")
         self.number(file)
         if not isinstance(found, dict):
-            raise Corrupt(f"{self.source.root}/{file} is not what nanotron writes.")
+            raise Corrupt(f"{self.source.root}/{file} is not what nanotron writes.", code="CKPT0406")
         return found
 
     def _object(self, file: str, found: dict[str, Any], key: str) -> dict[str, Any]:
@@ -489,7 +500,7 @@ class _Reading:
         """
         inner = found.get(key)
         if not isinstance(inner, dict | None):
-            raise Corrupt(f'{self.source.root}/{file}: "{key}" is no object, which nanotron writes.')
+            raise Corrupt(f'{self.source.root}/{file}: "{key}" is no object, which nanotron writes.', code="CKPT0406")
         return inner or {}
 
     def _put_leaves(self, path: Path, number: int, tree: Any) -> None:

@@ -61,7 +61,8 @@ class HfOptions:
         if self.adapter and self.include_optimizer:
             raise UsageError(
                 f"{argument('adapter', True)} writes the adapter alone; it cannot be combined with "
-                f"{argument('include_optimizer', True)}."
+                f"{argument('include_optimizer', True)}.",
+                code="CKPT0204",
             )
         of_adapter = {
             "adapter_name": self.adapter_name,
@@ -71,17 +72,25 @@ class HfOptions:
         }
         for name, value in of_adapter.items():
             if value is not None and not self.adapter:
-                raise UsageError(f"{argument(name, value)} is about an adapter; give {argument('adapter', True)} too.")
+                raise UsageError(
+                    f"{argument(name, value)} is about an adapter; give {argument('adapter', True)} too.",
+                    code="CKPT0204",
+                )
         for name, value in (("rslora", self.rslora or None), ("base_model", self.base_model)):
             if value is not None and self.lora_alpha is None:
                 raise UsageError(
                     f"{argument(name, value)} is for the adapter_config.json that {argument('lora_alpha')} makes; give "
-                    "both."
+                    "both.",
+                    code="CKPT0204",
                 )
         if self.lora_alpha is not None and not (math.isfinite(self.lora_alpha) and self.lora_alpha > 0):
-            raise UsageError(f"{argument('lora_alpha', self.lora_alpha)}: it must be a number above 0.")
+            raise UsageError(
+                f"{argument('lora_alpha', self.lora_alpha)}: it must be a number above 0.", code="CKPT0203"
+            )
         if self.max_shard_bytes < 1:
-            raise UsageError(f"{argument('max_shard_bytes', self.max_shard_bytes)}: it must be at least 1.")
+            raise UsageError(
+                f"{argument('max_shard_bytes', self.max_shard_bytes)}: it must be at least 1.", code="CKPT0203"
+            )
 
 
 @dataclass(frozen=True)
@@ -98,7 +107,7 @@ class ZeroOptions:
     def __post_init__(self) -> None:
         """Raise UsageError if `sub_group_size` is given and below 1."""
         if self.sub_group_size is not None and self.sub_group_size < 1:
-            raise UsageError(f"sub_group_size is {self.sub_group_size}; it must be at least 1.")
+            raise UsageError(f"sub_group_size is {self.sub_group_size}; it must be at least 1.", code="CKPT0203")
 
 
 @dataclass(frozen=True)
@@ -113,7 +122,7 @@ class UniversalOptions(ZeroOptions):
         """Check the options of ZeRO, too, and raise UsageError for a stage other than 1, 2, 3 or None."""
         super().__post_init__()
         if self.stage not in (None, 1, 2, 3):
-            raise UsageError(f"The ZeRO stage is {self.stage}; it must be 1, 2 or 3.")
+            raise UsageError(f"The ZeRO stage is {self.stage}; it must be 1, 2 or 3.", code="CKPT0203")
 
 
 @dataclass(frozen=True)
@@ -138,4 +147,6 @@ class DirectoryOptions:
     def __post_init__(self) -> None:
         """Raise UsageError if `state_dict_type` is not sharded, full or ddp."""
         if self.state_dict_type not in ("sharded", "full", "ddp"):
-            raise UsageError(f"{argument('state_dict_type', self.state_dict_type)}: choose sharded, full or ddp.")
+            raise UsageError(
+                f"{argument('state_dict_type', self.state_dict_type)}: choose sharded, full or ddp.", code="CKPT0203"
+            )

@@ -181,7 +181,8 @@ def group_rank_files(names: Iterable[str]) -> list[RankFileGroup]:
         if rank in group.ranks:
             raise Corrupt(
                 f'"{group.ranks[rank]}" and "{name}" both belong to rank {rank}. Remove the one that is not of this '
-                "save."
+                "save.",
+                code="CKPT0411",
             )
         group.ranks[rank] = name
     return [RankFileGroup(g.pattern, dict(sorted(g.ranks.items()))) for g in found.values()]
@@ -250,7 +251,8 @@ def read_rank_files(
                 text = ", ".join(group.pattern.replace("*", str(r)) for r in missing[:4])
                 raise Corrupt(
                     f"{files.source.root}: of {out.world} ranks {len(missing)} have no file {group.pattern}, first "
-                    f"{text}. The copy is incomplete; fetch the files of all ranks."
+                    f"{text}. The copy is incomplete; fetch the files of all ranks.",
+                    code="CKPT0402",
                 )
         if loaded is model:
             out.model = loaded.model
@@ -291,7 +293,8 @@ def _model_group(files: Files, found: list[_LoadedGroup]) -> _LoadedGroup | None
     if len(models) > 1:
         stated = " and ".join(g.group.pattern for g in models)
         raise Unsupported(
-            f"{files.source.root} holds more than one model: {stated}. Move one of them to a folder of its own."
+            f"{files.source.root} holds more than one model: {stated}. Move one of them to a folder of its own.",
+            code="CKPT0328",
         )
     return models[0] if models else None
 
@@ -333,7 +336,8 @@ def _refuse_exchanged_files(files: Files, group: RankFileGroup, allow_equal_rank
     if wrong is not None and sorted(stated.values()) == sorted(stated):
         raise Corrupt(
             f"{files.source.root}/{group.ranks[wrong]} was saved as the file of rank {stated[wrong]}, and that of rank "
-            f"{wrong} lies under another name. Files of ranks were exchanged or renamed; put them back."
+            f"{wrong} lies under another name. Files of ranks were exchanged or renamed; put them back.",
+            code="CKPT0410",
         )
     if wrong is None or stated[wrong] not in group.ranks:
         return []
@@ -420,14 +424,21 @@ def _world_size(files: Files, model: list[Rank], groups: list[RankFileGroup]) ->
                 stated.setdefault(s.world, f'"{key}" in {files.names[r.file]}')
             break
     if not groups:
-        raise Unsupported(f"{files.source.root}: the files of ranks hold neither a model nor an optimizer.")
+        raise Unsupported(
+            f"{files.source.root}: the files of ranks hold neither a model nor an optimizer.", code="CKPT0317"
+        )
     if len(stated) > 1:
         text = ", ".join(f"{n} ({why})" for n, why in stated.items())
-        raise Corrupt(f"{files.source.root}: the files are of jobs of different numbers of ranks: {text}.")
+        raise Corrupt(
+            f"{files.source.root}: the files are of jobs of different numbers of ranks: {text}.", code="CKPT0409"
+        )
     world = next(iter(stated), max(max(g.ranks) for g in groups) + 1)
     over = [g.ranks[max(g.ranks)] for g in groups if max(g.ranks) >= world]
     if over:
-        raise Corrupt(f"{files.source.root}: {over[0]} is of no rank of a job of {world}. It is from another save.")
+        raise Corrupt(
+            f"{files.source.root}: {over[0]} is of no rank of a job of {world}. It is from another save.",
+            code="CKPT0409",
+        )
     return world
 
 
@@ -441,7 +452,8 @@ def _shards_of_rank(files: Files, r: Rank, key: object, x: Opaque) -> Shards:
     if out.rank not in (None, r.rank):
         raise Corrupt(
             f'{files.path(r.file)}: "{key}" was written by rank {out.rank}, the file is named after rank '
-            f"{r.rank}. Files of ranks were exchanged or renamed; put them back."
+            f"{r.rank}. Files of ranks were exchanged or renamed; put them back.",
+            code="CKPT0410",
         )
     return out
 
@@ -456,7 +468,8 @@ def column_of_ranks(files: Files, ranks: list[Rank], key: object) -> Column:
     if missing:
         raise Corrupt(
             f'{files.path(missing[0].file)} has no "{key}", which {files.names[ranks[0].file]} and others have. The '
-            "files are from different saves; fetch the files of one save."
+            "files are from different saves; fetch the files of one save.",
+            code="CKPT0409",
         )
     return [r.tree[key] for r in ranks]
 
@@ -482,14 +495,18 @@ def assemble_tensor(files: Files, ranks: list[Rank], name: str, column: Column) 
     dtype = ""
     for r, x in zip(ranks, column, strict=True):
         if not is_sharded(x):
-            raise Corrupt(f'{files.path(r.file)}: "{name}" is whole here and sharded in {files.names[ranks[0].file]}.')
+            raise Corrupt(
+                f'{files.path(r.file)}: "{name}" is whole here and sharded in {files.names[ranks[0].file]}.',
+                code="CKPT0409",
+            )
         s = _shards_of_rank(files, r, name, x)
         if first is None:
             first, shape, dtype = r, s.shape, s.dtype
         elif (s.shape, s.dtype) != (shape, dtype):
             raise Corrupt(
                 f'{files.path(r.file)}: "{name}" is {s.dtype} {s.shape}, in {files.names[first.file]} it is {dtype} '
-                f"{shape}. The files are from different saves; fetch the files of one save."
+                f"{shape}. The files are from different saves; fetch the files of one save.",
+                code="CKPT0409",
             )
         for start, tensor in s.pieces:
             old = found.setdefault((start, tensor.shape), (r.file, tensor))
@@ -501,7 +518,10 @@ def assemble_tensor(files: Files, ranks: list[Rank], name: str, column: Column) 
         chunks.add(start, size, file, *tensor.extent, None if tensor.contiguous else tensor.strides)
     why = boxes.find_cover_problem(shape, chunks.boxes())
     if why is not None:
-        raise Corrupt(f'{files.source.root}: "{name}" {shape}: {why}. Files of ranks are missing or from other saves.')
+        raise Corrupt(
+            f'{files.source.root}: "{name}" {shape}: {why}. Files of ranks are missing or from other saves.',
+            code="CKPT0408",
+        )
     return TensorEntry(dtype, shape, (name,), chunks)
 
 
@@ -523,7 +543,8 @@ def compare_replicas(files: Files, name: str, a: tuple[int, StoredTensor], b: tu
     if name.endswith(".step") and a[1].numel == b[1].numel == 1:
         raise Corrupt(
             f'{files.path(b[0])}: "{name}" is {format_step(inline_scalar(files, *b))}, in {files.names[a[0]]} it is '
-            f"{format_step(inline_scalar(files, *a))}. The files are of different steps; fetch the files of one save."
+            f"{format_step(inline_scalar(files, *a))}. The files are of different steps; fetch the files of one save.",
+            code="CKPT0409",
         )
     files.unlike.append(DifferentCopy(name, b[0], Extent(a[0], *a[1].extent)))
 
@@ -554,7 +575,8 @@ def first_replica(files: Files, ranks: list[Rank], name: str, column: Column) ->
             kind = f"{x.dtype} {x.shape}" if isinstance(x, StoredTensor) else short(x)
             raise Corrupt(
                 f'{files.path(r.file)}: "{name}" is {kind}, in {files.names[ranks[0].file]} it is {first.dtype} '
-                f"{first.shape}. The files are from different saves; fetch the files of one save."
+                f"{first.shape}. The files are from different saves; fetch the files of one save.",
+                code="CKPT0409",
             )
         compare_replicas(files, name, (ranks[0].file, first), (r.file, x))
     return files.entry(ranks[0].file, first)
@@ -600,7 +622,8 @@ def assemble_slot(files: Files, ranks: list[Rank], name: str, column: Column) ->
         for r, x in zip(ranks, column, strict=True):
             if x is None:
                 raise Corrupt(
-                    f'{files.path(r.file)} has no "{name}", which other ranks have. Fetch the files of one save.'
+                    f'{files.path(r.file)} has no "{name}", which other ranks have. Fetch the files of one save.',
+                    code="CKPT0409",
                 )
         return assemble_tensor(files, ranks, name, column)
     there = [(r, x) for r, x in zip(ranks, column, strict=True) if x is not None]
@@ -612,7 +635,8 @@ def assemble_slot(files: Files, ranks: list[Rank], name: str, column: Column) ->
         if not same_value(value, stated[0]):
             raise Corrupt(
                 f'{files.path(r.file)}: "{name}" is {format_step(value)}, in {files.names[there[0][0].file]} it is '
-                f"{format_step(stated[0])}. The files are from different steps; fetch the files of one save."
+                f"{format_step(stated[0])}. The files are from different steps; fetch the files of one save.",
+                code="CKPT0409",
             )
     return files.entry(there[0][0].file, first) if isinstance(first, StoredTensor) else first
 
@@ -661,7 +685,8 @@ def merge_other_state(files: Files, groups: dict[str, list[Rank]], taken: Mappin
                 raise Corrupt(
                     f'{files.path(ranks[k].file)}: "{top}" is {_short_value(parts[k])}, in '
                     f"{files.names[ranks[0].file]} it is "
-                    f"{_short_value(parts[0])}. The files are from different steps; fetch the files of one save."
+                    f"{_short_value(parts[0])}. The files are from different steps; fetch the files of one save.",
+                    code="CKPT0409",
                 )
             for r, part in zip(ranks, parts, strict=True):
                 out.update({(*head, str(r.rank), *p[1:]): x for p, x in part.items()})

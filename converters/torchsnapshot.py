@@ -120,19 +120,24 @@ def _read_manifest(source: Source) -> tuple[int, dict[_Key, dict[int, _Entry]]]:
     if not data.lstrip().startswith(b"{"):
         raise Unsupported(
             f"{what} is not JSON. Older releases of torchsnapshot wrote YAML there, which ckpttool does not read: "
-            "restore the snapshot with torchsnapshot and take it again with release 0.1.0."
+            "restore the snapshot with torchsnapshot and take it again with release 0.1.0.",
+            code="CKPT0329",
         )
     found = bounded_json.parse(data, what)
     world, manifest = found.get("world_size"), found.get("manifest")
     if type(world) is not int or not 0 < world <= _MOST_RANKS or not isinstance(manifest, dict):
-        raise Corrupt(f"{what} has no world_size and manifest, which torchsnapshot writes. Fetch the file again.")
+        raise Corrupt(
+            f"{what} has no world_size and manifest, which torchsnapshot writes. Fetch the file again.", code="CKPT0406"
+        )
     entries: dict[_Key, dict[int, _Entry]] = {}
     for path, entry in manifest.items():
         rank, *tokens = path.split("/")
         if not (rank.isascii() and rank.isdecimal()) or int(rank) >= world or not tokens:
-            raise Corrupt(f"{what}: the path {path!a:.200} does not begin with one of {world} ranks and a key.")
+            raise Corrupt(
+                f"{what}: the path {path!a:.200} does not begin with one of {world} ranks and a key.", code="CKPT0406"
+            )
         if not isinstance(entry, dict) or not isinstance(entry.get("type"), str):
-            raise Corrupt(f"{what}: the entry of {path!a:.200} has no type.")
+            raise Corrupt(f"{what}: the entry of {path!a:.200} has no type.", code="CKPT0406")
         entries.setdefault(tuple(unquote(t) for t in tokens), {})[int(rank)] = entry
     return world, entries
 
@@ -206,7 +211,8 @@ class _Reading:
                 f"{self.what}: several ranks have their own {copies[0]}, neither sharded nor replicated (and "
                 f'{len(set(copies)) - 1} more). They may be copies, as of DDP without replicated=["**"], or parts, as '
                 f"of tensor parallelism. If they are copies, use {argument('allow_equal_ranks', True)}: those of the "
-                "first rank are taken."
+                "first rank are taken.",
+                code="CKPT0325",
             )
         if copies:
             self.notes.append(
@@ -233,7 +239,7 @@ class _Reading:
                 out.append(token)
             elif container["type"] == "list":
                 if not (token.isascii() and token.isdecimal()):
-                    raise Corrupt(f"{self.what}: a list has an item at {token!a:.80}.")
+                    raise Corrupt(f"{self.what}: a list has an item at {token!a:.80}.", code="CKPT0406")
                 out.append(int(token))
             else:
                 is_number = token not in self.texts[key[:i]] and token.lstrip("-").isdecimal()
@@ -257,7 +263,7 @@ class _Reading:
             inside = below.get(path, [])
             if containers[path]["type"] == "list" and path not in apart:
                 if sorted(int(p[-1]) for p in inside) != list(range(len(inside))):
-                    raise Corrupt(f"{self.what}: items of the list {joined(path)} are missing.")
+                    raise Corrupt(f"{self.what}: items of the list {joined(path)} are missing.", code="CKPT0408")
                 out[path] = [out.pop(p) for p in sorted(inside, key=lambda p: int(p[-1]))]
             elif not containers[path].get("keys") and not inside and path not in apart:
                 out[path] = {}
@@ -305,18 +311,18 @@ class _Reading:
         shape: tuple[int, ...] = ()
         for rank, entry in sorted(rows.items()):
             if entry["type"] not in _SHARDED or not isinstance(entry.get("shards"), list):
-                raise Corrupt(f"{what}: rank {rank} has no shards of it, and another rank has.")
+                raise Corrupt(f"{what}: rank {rank} has no shards of it, and another rank has.", code="CKPT0408")
             for shard in entry["shards"]:
                 offsets, sizes = _parse_box(shard, what)
                 shape = shape or (0,) * len(sizes)
                 if len(shape) != len(sizes):
-                    raise Corrupt(f"{what}: shards have {len(shape)} and {len(sizes)} dimensions.")
+                    raise Corrupt(f"{what}: shards have {len(shape)} and {len(sizes)} dimensions.", code="CKPT0406")
                 shape = tuple(max(n, o + s) for n, o, s in zip(shape, offsets, sizes, strict=True))
                 shards.setdefault((offsets, sizes), shard)  # HSDP: ranks that hold the same shard
         if prod(shape):
             shards = {box: shard for box, shard in shards.items() if prod(box[1])}  # ranks that got nothing
         if not shards:
-            raise Corrupt(f"{what}: no rank has a shard of it.")
+            raise Corrupt(f"{what}: no rank has a shard of it.", code="CKPT0408")
         return self._make_tensor(path, list(shards.values()), shape, what)
 
     def _make_tensor(self, path: Path, boxes: Any, shape: tuple[int, ...], what: str) -> TensorEntry:
@@ -343,11 +349,12 @@ class _Reading:
                 or len(sizes) != len(shape)
             ):
                 raise Corrupt(
-                    f"{what}: a shard is {inner.get('dtype')} {inner.get('shape')}, its box is {dtype} {list(sizes)}."
+                    f"{what}: a shard is {inner.get('dtype')} {inner.get('shape')}, its box is {dtype} {list(sizes)}.",
+                    code="CKPT0412",
                 )
             chunks.add(offsets, sizes, *self._find_elements(inner, dtype, sizes, what))
         if not dtype:
-            raise Corrupt(f"{what}: it has no chunks.")
+            raise Corrupt(f"{what}: it has no chunks.", code="CKPT0406")
         return TensorEntry(dtype, shape, path, chunks)
 
     def _find_elements(self, entry: _Entry, dtype: str, shape: tuple[int, ...], what: str) -> tuple[int, int, int]:
@@ -368,11 +375,12 @@ class _Reading:
         if entry.get("serializer") != "torch_save":
             raise Unsupported(
                 f"{what}: a tensor in the form {short(entry.get('serializer'))} (quantized), which ckpttool does not "
-                "read."
+                "read.",
+                code="CKPT0318",
             )
         t = torch_zip.read(self.source.reader_of(name), first, end - first, f"{self.source.root}/{name}")
         if not isinstance(t, StoredTensor) or (t.dtype, t.shape) != (dtype, shape) or not t.contiguous:
-            raise Corrupt(f"{what}: {name} holds {short(t)}, the manifest says {dtype} {list(shape)}.")
+            raise Corrupt(f"{what}: {name} holds {short(t)}, the manifest says {dtype} {list(shape)}.", code="CKPT0412")
         return (file, *t.extent)
 
     def _byte_range(self, entry: _Entry, what: str) -> tuple[str, int, int, int]:
@@ -384,9 +392,9 @@ class _Reading:
         """
         name, found = entry.get("location"), entry.get("byte_range")
         if not isinstance(found, list | None):
-            raise Corrupt(f"{what}: {short(found)} is not a range of bytes.")
+            raise Corrupt(f"{what}: {short(found)} is not a range of bytes.", code="CKPT0406")
         if not isinstance(name, str) or not name:
-            raise Corrupt(f"{what}: its entry names no file.")
+            raise Corrupt(f"{what}: its entry names no file.", code="CKPT0406")
         if name not in self.numbers:
             self.numbers[name] = len(self.files)
             self.files.append(name)
@@ -395,7 +403,8 @@ class _Reading:
         if (found is not None and (first, end) != tuple(found)) or not first <= end <= size:
             raise Corrupt(
                 f"{what}: bytes {short(found)} of {name}, which has {size}. The file was not copied whole; fetch it "
-                "again."
+                "again.",
+                code="CKPT0403",
             )
         return name, self.numbers[name], first, end
 
@@ -407,7 +416,9 @@ class _Reading:
         """
         name = str(entry.get("dtype")).removeprefix("torch.")
         if name not in ITEMSIZE:
-            raise Unsupported(f"{what}: dtype {short(entry.get('dtype'))}, which ckpttool does not read.")
+            raise Unsupported(
+                f"{what}: dtype {short(entry.get('dtype'))}, which ckpttool does not read.", code="CKPT0332"
+            )
         return name
 
     def _are_equal(self, a: Mapping[Path, Any], b: Mapping[Path, Any]) -> bool:
@@ -454,7 +465,7 @@ def _parse_numbers(found: Any, what: str) -> tuple[int, ...]:
         Corrupt: it is no list of integers from 0 on.
     """
     if not isinstance(found, list) or len(found) > 64 or not all(type(n) is int and n >= 0 for n in found):
-        raise Corrupt(f"{what}: {short(found)} is not a list of sizes.")
+        raise Corrupt(f"{what}: {short(found)} is not a list of sizes.", code="CKPT0406")
     return tuple(found)
 
 
@@ -465,10 +476,10 @@ def _parse_box(shard: Any, what: str) -> tuple[tuple[int, ...], tuple[int, ...]]
         Corrupt: it has none, or no tensor.
     """
     if not isinstance(shard, dict) or not isinstance(shard.get("tensor"), dict):
-        raise Corrupt(f"{what}: a shard without a tensor.")
+        raise Corrupt(f"{what}: a shard without a tensor.", code="CKPT0406")
     offsets, sizes = _parse_numbers(shard.get("offsets"), what), _parse_numbers(shard.get("sizes"), what)
     if len(offsets) != len(sizes):
-        raise Corrupt(f"{what}: a shard with {len(offsets)} offsets and {len(sizes)} sizes.")
+        raise Corrupt(f"{what}: a shard with {len(offsets)} offsets and {len(sizes)} sizes.", code="CKPT0406")
     return offsets, sizes
 
 
@@ -496,8 +507,8 @@ def _parse_primitive(kind: str, text: Any, what: str) -> Any:
             raw = base64.b64decode(text, validate=True)
             return raw if kind == "bytes" else struct.unpack("<d", raw)[0]
     except (ValueError, binascii.Error, struct.error) as e:
-        raise Corrupt(f"{what}: {short(text)} is not a value of type {kind} ({e}).") from None
-    raise Unsupported(f"{what}: an entry of type {kind!a:.80}, which ckpttool does not know.")
+        raise Corrupt(f"{what}: {short(text)} is not a value of type {kind} ({e}).", code="CKPT0406") from None
+    raise Unsupported(f"{what}: an entry of type {kind!a:.80}, which ckpttool does not know.", code="CKPT0329")
 
 
 #: Its rows in the tables of the documents (docs/_hooks.py).

@@ -100,7 +100,8 @@ def read(where: Place, options: ReadOptions) -> Checkpoint:
     } & set(source.list()):
         raise Corrupt(
             f"{source.root} is a folder of Megatron-Core by its keys (common_state/shard_...), and its metadata.json "
-            "is missing. The copy is incomplete: fetch that file."
+            "is missing. The copy is incomplete: fetch that file.",
+            code="CKPT0401",
         )
     leaves: dict[Path, Any] = {}
     keys: dict[Path, str] = {}
@@ -253,7 +254,8 @@ def _refuse_lost(source: Source, index: Index) -> None:
     raise Corrupt(
         f"{source.root}: {files} {'is' if len(gone) == 1 else 'are'} missing. The copy is incomplete; fetch it again. "
         f"In what is missing are parts of {len(lost):,} of {len(index.tensors):,} tensors, and {len(values):,} of "
-        f"{len(index.values):,} values: {names}. `ckpttool doctor` says what is whole."
+        f"{len(index.values):,} values: {names}. `ckpttool doctor` says what is whole.",
+        code="CKPT0401",
     )
 
 
@@ -269,7 +271,10 @@ def _put_leaf(leaves: dict[Path, Any], keys: dict[Path, str], path: Path, key: s
         Corrupt: another key has that path already.
     """
     if path in leaves:
-        raise Corrupt(f'.metadata gives "{keys[path]}" and "{key}" the same place {joined(path)!r}; one would be lost.')
+        raise Corrupt(
+            f'.metadata gives "{keys[path]}" and "{key}" the same place {joined(path)!r}; one would be lost.',
+            code="CKPT0416",
+        )
     leaves[path], keys[path] = leaf, key
 
 
@@ -287,7 +292,7 @@ def _coding_of(kinds: set[tuple[str, ...]], key: str) -> str:
         return "torch.save"
     if len(kinds) == 1 and next(iter(kinds))[0].partition("/")[0] == "stream.zstd" and len(next(iter(kinds))) == 1:
         return "torch.save+zstd"
-    raise Unsupported(f'"{key}" went through {sorted(kinds)}; ckpttool knows stream.zstd only.')
+    raise Unsupported(f'"{key}" went through {sorted(kinds)}; ckpttool knows stream.zstd only.', code="CKPT0329")
 
 
 def _read_value(
@@ -310,7 +315,10 @@ def _read_value(
     if length > _VALUE_BYTES:
         raise Unsupported(f"{what}: a value of {length} bytes.")
     if offset + length > source.size(name):
-        raise Corrupt(f"{what}: needs {length} bytes but the file ends at {source.size(name)}; fetch the file again.")
+        raise Corrupt(
+            f"{what}: needs {length} bytes but the file ends at {source.size(name)}; fetch the file again.",
+            code="CKPT0403",
+        )
     if zstd:
         import zstandard
 
@@ -318,7 +326,7 @@ def _read_value(
         try:
             data = zstandard.ZstdDecompressor(max_window_size=128 << 20).stream_reader(packed).read(_VALUE_BYTES)
         except zstandard.ZstdError as e:
-            raise Corrupt(f"{what}: the zstd frame is damaged ({e}).") from None
+            raise Corrupt(f"{what}: the zstd frame is damaged ({e}).", code="CKPT0405") from None
 
         def unpacked(at: int, n: int) -> bytes:
             return data[at : at + n]
@@ -405,9 +413,11 @@ def _chunk_of_slot(slots: dict[str, safetensors_header.Slot], name: str, t: Tens
         if slot is not None:
             break
     else:
-        raise Corrupt(f'{file}: "{name}" is not in this safetensors file.')
+        raise Corrupt(f'{file}: "{name}" is not in this safetensors file.', code="CKPT0412")
     if slot.dtype != t.dtype or slot.shape != c.shape:
-        raise Corrupt(f'{file}: "{name}" is {slot.dtype} {slot.shape} there, {t.dtype} {c.shape} in .metadata.')
+        raise Corrupt(
+            f'{file}: "{name}" is {slot.dtype} {slot.shape} there, {t.dtype} {c.shape} in .metadata.', code="CKPT0412"
+        )
     return c._replace(extent=Extent(c.extent.file, slot.offset, slot.length))
 
 
@@ -428,7 +438,8 @@ def _refuse_shared(ckpt: Checkpoint, tensors: dict[str, TensorEntry]) -> None:
             if a + n > b:
                 raise Corrupt(
                     f'{ckpt.files[file]}: "{first}" and "{second}" both claim the bytes from {b}. The index is '
-                    "damaged; take another copy."
+                    "damaged; take another copy.",
+                    code="CKPT0408",
                 )
 
 

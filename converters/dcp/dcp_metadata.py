@@ -103,7 +103,7 @@ class _Tensor(_Bound, _Inert):
         collect, n = self.collect, len(state["chunks"])
         first = len(collect.starts) - n
         if first < collect.tensors:
-            raise Corrupt("two tensors of .metadata share a chunk; torch does not write that")
+            raise Corrupt("two tensors of .metadata share a chunk; torch does not write that", code="CKPT0406")
         self.state = (state["properties"], state["size"], first, n)
         collect.tensors = first + n
         collect.built[0] += 1
@@ -131,7 +131,7 @@ class _Single(_Bound, pickles.SharedStandIn):
             Corrupt: the pickle gives it arguments.
         """
         if args:
-            raise Corrupt(f"a {cls.__name__} with arguments")
+            raise Corrupt(f"a {cls.__name__} with arguments", code="CKPT0406")
         return (cls.collect.spent if cls.collect.ended else cls.collect.instances)[cls]
 
     def forgets(self, state: Any) -> bool:
@@ -143,7 +143,7 @@ class _Single(_Bound, pickles.SharedStandIn):
         if not self.collect.ended:
             return False
         if self is self.collect.instances.get(type(self)):
-            raise Corrupt("the plans of Megatron's saver begin inside another field of .metadata")
+            raise Corrupt("the plans of Megatron's saver begin inside another field of .metadata", code="CKPT0406")
         state.clear()
         return True
 
@@ -202,12 +202,14 @@ class _Item(_Single):
         """
         if state.keys() not in _ITEM_FIELDS:
             raise Corrupt(
-                f"a _StorageInfo of .metadata has the fields {', '.join(map(str, state))}, not those of torch"
+                f"a _StorageInfo of .metadata has the fields {', '.join(map(str, state))}, not those of torch",
+                code="CKPT0406",
             )
         if self.forgets(state):
             raise Unsupported(
                 ".metadata has plans of its saver before its storage_data, as nvidia-resiliency-ext may keep them in "
-                "planner_data. Load and save the checkpoint once with torch.distributed.checkpoint, which writes none"
+                "planner_data. Load and save the checkpoint once with torch.distributed.checkpoint, which writes none",
+                code="CKPT0329",
             )
         collect, path = self.collect, state["relative_path"]
         found = collect.last
@@ -223,7 +225,7 @@ class _Item(_Single):
         found.length.append(state["length"])
         collect.items += 1
         if collect.items != collect.places:
-            raise Corrupt("storage_data of .metadata is not made of (index, info) pairs")
+            raise Corrupt("storage_data of .metadata is not made of (index, info) pairs", code="CKPT0406")
         state.clear()
 
 
@@ -239,7 +241,7 @@ class _Planned(_Single):
             Corrupt: no plan has begun.
         """
         if not cls.collect.ended:
-            raise Corrupt("a part of a plan of Megatron's saver is in another field of .metadata")
+            raise Corrupt("a part of a plan of Megatron's saver is in another field of .metadata", code="CKPT0406")
         return cls.collect.planned
 
     def __setstate__(self, state: Any) -> None:
@@ -421,7 +423,7 @@ def read_index(source: Source) -> Index:
         what = f"{source.root}/{n}"
         data = source.read_all(n, 64 << 20)
         if not data:
-            raise Corrupt(f"{what} is empty: the save was interrupted, or the copy is incomplete.")
+            raise Corrupt(f"{what} is empty: the save was interrupted, or the copy is incomplete.", code="CKPT0404")
         collector = _Collector()
         tops.append((pickles.load(data, collector.stand_ins, what=what)[0], collector))
     return _build_index(tops, f"{source.root}/{names[0]}")
@@ -440,7 +442,9 @@ def _build_index(tops: list[tuple[Any, _Collector]], what: str) -> Index:
     try:
         return _columns(tops, what)
     except (TypeError, AttributeError, KeyError, ValueError, OverflowError) as e:
-        raise Corrupt(f"{what}: not the metadata of a DCP checkpoint ({type(e).__name__}: {e}).") from None
+        raise Corrupt(
+            f"{what}: not the metadata of a DCP checkpoint ({type(e).__name__}: {e}).", code="CKPT0406"
+        ) from None
 
 
 def _columns(tops: list[tuple[Any, _Collector]], what: str) -> Index:
@@ -451,13 +455,18 @@ def _columns(tops: list[tuple[Any, _Collector]], what: str) -> Index:
     tensors: dict[str, tuple[str, tuple[int, ...], Chunks]] = {}
     for top, collector in tops:
         if not isinstance(top, _Metadata) or not isinstance(top.state, dict):
-            raise Corrupt(f"{what}: holds a {type(top).__name__}, not the metadata of a DCP checkpoint.")
+            raise Corrupt(
+                f"{what}: holds a {type(top).__name__}, not the metadata of a DCP checkpoint.", code="CKPT0406"
+            )
         state = top.state
         _check_storage(state, collector, what)
         for key, more in (state.get("mcore_data") or {}).items():
             if (shape := more.get("nd_reformulated_orig_global_shape")) is not None:
                 if not isinstance(shape, (tuple, list)) or not all(type(n) is int for n in shape):
-                    raise Corrupt(f"{what}: mcore_data gives {pickles.short(key)} the shape {pickles.short(shape)}.")
+                    raise Corrupt(
+                        f"{what}: mcore_data gives {pickles.short(key)} the shape {pickles.short(shape)}.",
+                        code="CKPT0406",
+                    )
                 out.whole[key] = list(shape)
         _read_paths(state, out, what)
         _refuse_twice_listed(state["state_dict_metadata"].values(), collector, what)
@@ -487,12 +496,15 @@ def _check_storage(state: dict[str, Any], collector: _Collector, what: str) -> N
     if other := next((x for x in items.values() if isinstance(x, pickles.Opaque)), None) if items else None:
         raise Unsupported(
             f"{what}: storage_data says where items are with objects of {other.cls}, a class that ckpttool does "
-            "not know. Save the checkpoint with torch's own writer."
+            "not know. Save the checkpoint with torch's own writer.",
+            code="CKPT0329",
         )
     if collector.tensors != len(collector.starts) or collector.places != collector.items:
-        raise Corrupt(f"{what}: {len(collector.starts)} chunks, of which {collector.tensors} belong to a tensor.")
+        raise Corrupt(
+            f"{what}: {len(collector.starts)} chunks, of which {collector.tensors} belong to a tensor.", code="CKPT0406"
+        )
     if collector.ended and any(pair != collector.single for pair in state["storage_data"].items()):
-        raise Corrupt(f"{what}: storage_data holds plans of Megatron's saver.")
+        raise Corrupt(f"{what}: storage_data holds plans of Megatron's saver.", code="CKPT0406")
 
 
 def _read_paths(state: dict[str, Any], out: Index, what: str) -> None:
@@ -507,21 +519,26 @@ def _read_paths(state: dict[str, Any], out: Index, what: str) -> None:
         Corrupt: torch does not write such paths.
     """
     if "planner_data" not in state:
-        raise Corrupt(f"{what}: has no planner_data, which torch writes even where it is empty; the file is damaged.")
+        raise Corrupt(
+            f"{what}: has no planner_data, which torch writes even where it is empty; the file is damaged.",
+            code="CKPT0406",
+        )
     paths, listed = state["planner_data"] or {}, state["state_dict_metadata"]
     for key, path in paths.items():
         if not isinstance(path, tuple) or not path or not all(isinstance(p, (str, int)) for p in path):
-            raise Corrupt(f"{what}: the path of {pickles.short(key)} is {pickles.short(path)}.")
+            raise Corrupt(f"{what}: the path of {pickles.short(key)} is {pickles.short(path)}.", code="CKPT0406")
         if joined(path) != key:
             raise Corrupt(
                 f"{what}: planner_data gives {pickles.short(key)} the path {pickles.short(path)}. torch joins the "
-                "path to make the key and loads by the key alone, so the file was altered; take another copy."
+                "path to make the key and loads by the key alone, so the file was altered; take another copy.",
+                code="CKPT0406",
             )
         out.paths[key] = list(path)
     if lost := [key for key in listed if key not in paths] if paths else []:
         raise Corrupt(
             f"{what}: planner_data has the paths of other entries, and none for {len(lost):,} of {len(listed):,}, "
-            f"first {pickles.short(lost[0])}. torch writes all or none; the file was altered, take another copy."
+            f"first {pickles.short(lost[0])}. torch writes all or none; the file was altered, take another copy.",
+            code="CKPT0406",
         )
     _refuse_mixed_paths(out.paths, what)
 
@@ -542,7 +559,8 @@ def _refuse_twice_listed(entries: Collection[Any], collector: _Collector, what: 
     if collector.built[0] > listed or collector.built[1] > values:
         raise Unsafe(
             f"{what}: describes {sum(collector.built)} entries for {listed + values} names, so a name is there "
-            "twice, and the first entry is lost to whoever loads it. Take another copy of the checkpoint."
+            "twice, and the first entry is lost to whoever loads it. Take another copy of the checkpoint.",
+            code="CKPT0703",
         )
 
 
@@ -573,15 +591,15 @@ def _read_entries(
             out.transforms[numbers[stored.file[k]]] = list(transforms)
         if isinstance(meta, _Bytes):
             if not stored.file:
-                raise Corrupt(f'{what}: "{key}" is listed but stored nowhere.')
+                raise Corrupt(f'{what}: "{key}" is listed but stored nowhere.', code="CKPT0408")
             if len(stored.file) > 1:
-                raise Unsafe(_stored_twice(what, key))
+                raise Unsafe(_stored_twice(what, key), code="CKPT0703")
             row = (numbers[stored.file[0]], stored.offset[0], stored.length[0])
             if key not in tensors:
                 out.values.append((key, *row, list(stored.transforms.get(0, ()))))
             continue
         if not isinstance(meta, collector.tensor_class):
-            raise Corrupt(f'{what}: "{key}" is a {type(meta).__name__}.')
+            raise Corrupt(f'{what}: "{key}" is a {type(meta).__name__}.', code="CKPT0406")
         dtype, size, chunks = _join_chunks(key, meta.state, collector, stored, numbers, what)
         if key not in tensors:
             tensors[key] = dtype, size, chunks
@@ -614,7 +632,8 @@ def _refuse_mixed_paths(paths: Mapping[str, Sequence[str | int]], what: str) -> 
                 raise Corrupt(
                     f"{what}: planner_data gives {pickles.short(key)} the path {pickles.short(tuple(path))}, and "
                     f"others have list positions in the place of {pickles.short(part)}. torch loads only one of the "
-                    "two, so the file was altered; take another copy."
+                    "two, so the file was altered; take another copy.",
+                    code="CKPT0416",
                 )
 
 
@@ -648,7 +667,7 @@ def _join_chunks(
     dtype = (dtype["dtype"] if isinstance(dtype, dict) else dtype[0]).name
     size = tuple(size)
     if not all(type(k) is int for k in size):
-        raise Corrupt(f'{what}: "{key}" has size {pickles.short(size)}.')
+        raise Corrupt(f'{what}: "{key}" has size {pickles.short(size)}.', code="CKPT0406")
     starts = collector.starts[first : first + n]
     chunks = Chunks(len(size))
     chunks.start.extend(chain.from_iterable(starts))
@@ -656,13 +675,13 @@ def _join_chunks(
     array("q", chain.from_iterable(stored.starts))  # integers, all of them, so that hashing them has a bound
     rows = dict(zip(stored.starts, range(len(stored.starts)), strict=True))
     if len(rows) < len(stored.starts):
-        raise Unsafe(_stored_twice(what, key))
+        raise Unsafe(_stored_twice(what, key), code="CKPT0703")
     found = [rows.get(s) for s in starts]
     if None in found:
         place = starts[found.index(None)]
-        raise Corrupt(f'{what}: the chunk of "{key}" at {tuple(place)} is listed but stored nowhere.')
+        raise Corrupt(f'{what}: the chunk of "{key}" at {tuple(place)} is listed but stored nowhere.', code="CKPT0408")
     if len(chunks.start) != n * len(size) or len(chunks.shape) != n * len(size):
-        raise Corrupt(f'{what}: chunks of "{key}" do not have {len(size)} dimensions.')
+        raise Corrupt(f'{what}: chunks of "{key}" do not have {len(size)} dimensions.', code="CKPT0406")
     chunks.file.extend(numbers[stored.file[k]] for k in found)  # type: ignore[index]
     chunks.offset.extend(stored.offset[k] for k in found)  # type: ignore[index]
     chunks.length.extend(stored.length[k] for k in found)  # type: ignore[index]

@@ -316,7 +316,7 @@ class Items:
         head, tail, total = decompress_ends(self.source, self.files[file], offset, length, most, what)
         found = _check_tensor(torch_zip.read(read_windows(head, tail, total), 0, total, what), t.dtype, shape, what)
         if not found.contiguous:
-            raise Unsupported(f"{what}: a compressed tensor that is not contiguous.")
+            raise Unsupported(f"{what}: a compressed tensor that is not contiguous.", code="CKPT0324")
         at, n = found.extent
         return at, found.storage.crc32 if n == found.storage.length else None
 
@@ -330,7 +330,7 @@ def _check_tensor(found: object, dtype: str, shape: tuple[int, ...], what: str) 
     if isinstance(found, Opaque) and is_subclass(found):
         raise SubclassFound(f"{what}: holds a {found.args[1]}, which ckpttool reads only where it is not compressed.")
     if not isinstance(found, stored_tensors.StoredTensor):
-        raise Corrupt(f"{what}: holds a {type(found).__name__}, not a tensor.")
+        raise Corrupt(f"{what}: holds a {type(found).__name__}, not a tensor.", code="CKPT0412")
     if found.dtype != dtype or found.shape != shape:
-        raise Corrupt(f"{what}: holds {found.dtype} {found.shape}, .metadata says {dtype} {shape}.")
+        raise Corrupt(f"{what}: holds {found.dtype} {found.shape}, .metadata says {dtype} {shape}.", code="CKPT0412")
     return found

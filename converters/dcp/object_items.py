@@ -106,7 +106,8 @@ def read_object(
         if (about["dtype"], tuple(about["shape"])) != (t.dtype, shape):
             raise Corrupt(
                 f"{what}: holds a {composites.class_label(about)} of {about['dtype']} {about['shape']}, .metadata says "
-                f"{t.dtype} {list(shape)}."
+                f"{t.dtype} {list(shape)}.",
+                code="CKPT0412",
             )
         if shape[1:] != t.shape[1:]:
             raise _refusal(
@@ -145,7 +146,8 @@ def _refusal(name: str, about: Mapping[str, object], why: str) -> Unsupported:
     """
     return Unsupported(
         f'"{name}" is a {composites.class_label(about)}, and its parts cannot be put together: {why}. '
-        f"{argument('only', ['model'])} leaves the optimizer out."
+        f"{argument('only', ['model'])} leaves the optimizer out.",
+        code="CKPT0319",
     )
 
 
@@ -265,7 +267,8 @@ def rows_of_ranks(found: Composite, world: int) -> list[int]:
                 f" {argument('dequantize', ['optim.*'])} writes plain numbers, which any number of ranks can divide."
                 if of_optimizer
                 else ""
-            )
+            ),
+            code="CKPT0319",
         ) from None
     return sizes
 

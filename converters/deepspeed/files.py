@@ -159,20 +159,24 @@ def find_save(source: Source, tag: str | None, latest: str = "latest") -> Save:
         origin = f"the file {latest} ({tag!r})"
     if tag is not None:
         if not tag or tag in (".", "..") or "/" in tag or "\0" in tag:
-            raise Unsafe(f"{source.root}/{latest} names {tag[:80]!r}, which is not a folder in the same place.")
+            raise Unsafe(
+                f"{source.root}/{latest} names {tag[:80]!r}, which is not a folder in the same place.", code="CKPT0702"
+            )
         inside = source.list(tag)
         if not is_save(inside):
             others = ", ".join(saves_in(source)) or "none"
             raise Corrupt(
                 f"{source.root}: the save that {origin} points to is missing. The save was not finished, or the folder "
-                f"was not copied whole; saves here: {others}. Choose one with {argument('tag')}."
+                f"was not copied whole; saves here: {others}. Choose one with {argument('tag')}.",
+                code="CKPT0401",
             )
         return Save(tag + "/", inside)
     there = saves_in(source)
     if len(there) != 1:
         raise UsageError(
             f"{source.root} has no file {latest} and {len(there)} saves: {', '.join(there)}. Choose one with "
-            f"{argument('tag')}."
+            f"{argument('tag')}.",
+            code="CKPT0208",
         )
     tag, inside = next(iter(there.items()))
     return Save(tag + "/", inside)
@@ -193,22 +197,26 @@ def refuse_unsupported_files(save: Save, where: str) -> None:
             raise Corrupt(
                 f"{where}{n}: named like no file that DeepSpeed writes, but it ends as the files of its ranks do, so "
                 "DeepSpeed's own zero_to_fp32.py would take it for one more rank. Move it out of the folder, or give "
-                "it its own name back."
+                "it its own name back.",
+                code="CKPT0409",
             )
         if m and int(m[m.re.groups]):
             raise Unsupported(
                 f"{where}{n}: written by model parallel rank {int(m[m.re.groups])}. ckpttool reads saves of data "
-                "parallel training; merge the model parallel ranks with the trainer's own tools first."
+                "parallel training; merge the model parallel ranks with the trainer's own tools first.",
+                code="CKPT0325",
             )
         if foreign:
             raise Unsupported(
                 f"{where}{n}: {'experts' if 'exp' in n else 'pipeline stages'} in files of their own, which ckpttool "
-                "does not read."
+                "does not read.",
+                code="CKPT0325",
             )
     if "offloaded_tensors" in save.names:
         raise Unsupported(
             f"{where}offloaded_tensors: the optimizer state was on NVMe and was saved as raw swap files, which only "
-            "the same job at the same paths can read. Save once with offload_optimizer on cpu, or none."
+            "the same job at the same paths can read. Save once with offload_optimizer on cpu, or none.",
+            code="CKPT0326",
         )
 
 
@@ -235,7 +243,9 @@ class File:
         self.read_at = source.reader_of(name)
         tree = torch_zip.read(self.read_at, 0, source.size(name), self.what, stand_ins(self.what))
         if dict_only and not isinstance(tree, dict):
-            raise Corrupt(f"{self.what} holds a {type(tree).__name__}, not a dict; DeepSpeed did not write it.")
+            raise Corrupt(
+                f"{self.what} holds a {type(tree).__name__}, not a dict; DeepSpeed did not write it.", code="CKPT0406"
+            )
         self.tree: Any = tree
 
     def get(self, key: str, kind: type | tuple[type, ...], inside: dict[str, Any] | None = None) -> Any:
@@ -248,7 +258,8 @@ class File:
         if not isinstance(found, kind) or isinstance(found, bool):
             raise Corrupt(
                 f"{self.what}: {key!r} is {'missing' if found is None else short(found)}. The file is not a whole "
-                "DeepSpeed save of this kind."
+                "DeepSpeed save of this kind.",
+                code="CKPT0406",
             )
         return found
 
@@ -266,7 +277,7 @@ def stand_ins(what: str) -> dict[tuple[str, str], Any]:
     def stage(n: object = 0) -> int:
         """Return the number of a ZeroStageEnum; raise Corrupt if it is not 0 to 3."""
         if type(n) is not int or not 0 <= n <= 3:
-            raise Corrupt(f"{what}: ZeRO stage {short(n)}.")
+            raise Corrupt(f"{what}: ZeRO stage {short(n)}.", code="CKPT0406")
         return n
 
     named = {"disabled": 0, "optimizer_states": 1, "gradients": 2, "weights": 3}
@@ -310,11 +321,11 @@ def param_shapes(file: File) -> list[dict[str, tuple[int, ...]]]:
     found = [found] if isinstance(found, dict) else found  # before 0.4: one group
     for group in found:
         if not isinstance(group, dict) or not all(isinstance(k, str) and is_shape(v) for k, v in group.items()):
-            raise Corrupt(f"{file.what}: param_shapes is not a list of names and shapes.")
+            raise Corrupt(f"{file.what}: param_shapes is not a list of names and shapes.", code="CKPT0406")
     names = [n for g in found for n in g]
     if len(set(names)) != len(names):
         twice = next(n for n in names if names.count(n) > 1)
-        raise Corrupt(f'{file.what}: param_shapes lists "{twice}" twice.')
+        raise Corrupt(f'{file.what}: param_shapes lists "{twice}" twice.', code="CKPT0406")
     groups: list[dict[str, tuple[int, ...]]] = found
     return groups
 
@@ -337,7 +348,8 @@ def refuse_model_parallel(file: File) -> None:
         raise Unsupported(
             f"{file.what}: {short(more)}: a part of a model that was trained with tensor or pipeline parallelism. "
             "ckpttool reads saves of data parallel training; merge the model parallel ranks with the trainer's own "
-            "tools first."
+            "tools first.",
+            code="CKPT0325",
         )
 
 
@@ -360,7 +372,8 @@ def refuse_mixed_saves(files: Sequence[File]) -> None:
         a, b = files[0].tree.get(key), files[rank].tree.get(key)
         shown = f"{short(b)}, rank 0 says {short(a)}" if key != "param_shapes" else "other than rank 0's"
         raise Corrupt(
-            f"{files[rank].what}: {key} is {shown}. The files are from different saves; fetch all of one save again."
+            f"{files[rank].what}: {key} is {shown}. The files are from different saves; fetch all of one save again.",
+            code="CKPT0409",
         )
 
 
@@ -380,7 +393,7 @@ def tied_names(files: Sequence[File]) -> dict[str, str]:
     for f in files:
         shared = f.tree.get("shared_params") or {}
         if not isinstance(shared, dict) or not all(isinstance(x, str) for kv in shared.items() for x in kv):
-            raise Corrupt(f"{f.what}: shared_params is {short(shared)}.")
+            raise Corrupt(f"{f.what}: shared_params is {short(shared)}.", code="CKPT0406")
         out.update(shared)
     return out
 

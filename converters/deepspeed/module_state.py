@@ -194,24 +194,28 @@ class SaveReader:
             if len(names) > 1:
                 raise Corrupt(
                     f"{self.where}: {' and '.join(names)} are both the {what} file of rank {r}; one of them is of "
-                    "another save. Remove it."
+                    "another save. Remove it.",
+                    code="CKPT0411",
                 )
         kinds = {m[1] for names in found.values() for n in names if (m := pattern.fullmatch(n)) and pattern is OPTIM}
         if len(kinds) > 1:
             raise Corrupt(
                 f"{self.where}: {what} files with and without the prefix bf16_; one engine writes one kind. Some are "
-                "of another save."
+                "of another save.",
+                code="CKPT0409",
             )
         missing = [r for r in range(world) if r not in found]
         if missing:
             example = next(iter(found.values()))[0] if found else ""
             raise Corrupt(
                 f"{self.where}: the save is of {world} ranks, and {len(missing)} {what} files are missing, first that "
-                f"of rank {missing[0]}" + (f" (named like {example})" if example else "") + ". Fetch them."
+                f"of rank {missing[0]}" + (f" (named like {example})" if example else "") + ". Fetch them.",
+                code="CKPT0402",
             )
         if more := [names[0] for r, names in found.items() if r >= world]:
             raise Corrupt(
-                f"{self.where}: the save is of {world} ranks, but {more[0]} is there. It is from another save."
+                f"{self.where}: the save is of {world} ranks, but {more[0]} is there. It is from another save.",
+                code="CKPT0409",
             )
         return [found[r][0] for r in range(world)]
 
@@ -227,7 +231,7 @@ class SaveReader:
         first = self.load(next(iter(found.values()))[0])
         world = first.get("dp_world_size", int)
         if not 0 < world <= 1 << 20:
-            raise Corrupt(f"{first.what}: dp_world_size is {world}.")
+            raise Corrupt(f"{first.what}: dp_world_size is {world}.", code="CKPT0406")
         names = self.files_of_ranks(MODEL3, 1, world, "model")
         out = [first, *map(self.load, names[1:])]
         refuse_mixed_saves(out)
@@ -257,7 +261,7 @@ class SaveReader:
                 self.model[name] = self._frozen_parameter(name, shape, models)
         for alias, owner in listed.aliases.items():
             if owner not in self.model:
-                raise Corrupt(f'{first.what}: "{alias}" is tied to "{owner}", which is not there.')
+                raise Corrupt(f'{first.what}: "{alias}" is tied to "{owner}", which is not there.', code="CKPT0406")
             self.model[alias] = replace(self.model[owner], path=("model", alias))
         self.model = {n: self.model[n] for n in [*(n for n in listed.module if n in self.model), *self.model]}
         self._note_what_is_left_out(first, listed.module)
@@ -274,12 +278,14 @@ class SaveReader:
         frozen = first.tree.get("frozen_param_shapes") or {}
         buffers = first.tree.get("buffer_names") or []
         if not isinstance(buffers, list) or not all(isinstance(n, str) for n in buffers):
-            raise Corrupt(f"{first.what}: buffer_names is {short(buffers)}.")
+            raise Corrupt(f"{first.what}: buffer_names is {short(buffers)}.", code="CKPT0406")
         if not isinstance(frozen, dict) or not all(is_shape(s) for s in frozen.values()):
-            raise Corrupt(f"{first.what}: frozen_param_shapes is {short(frozen)}.")
+            raise Corrupt(f"{first.what}: frozen_param_shapes is {short(frozen)}.", code="CKPT0406")
         for alias in aliases:
             if alias in self.masters or alias in frozen or alias in buffers:
-                raise Corrupt(f'{first.what}: "{alias}" is in shared_params, but has weights of its own as well.')
+                raise Corrupt(
+                    f'{first.what}: "{alias}" is in shared_params, but has weights of its own as well.', code="CKPT0406"
+                )
         return _ModelNames(module, frozen, buffers, aliases)
 
     def _add_module_entry(self, name: object, t: object, listed: _ModelNames, models: list[File]) -> None:
@@ -304,7 +310,8 @@ class SaveReader:
         if not isinstance(name, str) or not isinstance(t, StoredTensor):
             raise Unsupported(
                 f"{first.what}: module holds {short(t)} under {short(name)}, which is neither a tensor nor the "
-                "extra state of a module."
+                "extra state of a module.",
+                code="CKPT0307",
             )
         if name in self.masters:
             self._add_master(name, t, first)
@@ -315,13 +322,15 @@ class SaveReader:
         elif is_placeholder(t) and name not in listed.buffers:
             raise Corrupt(
                 f'{first.what}: "{name}" is a placeholder in module, but neither param_shapes nor '
-                "frozen_param_shapes names it."
+                "frozen_param_shapes names it.",
+                code="CKPT0412",
             )
         elif self.masters and name not in listed.buffers and "shared_params" not in first.tree:
             raise Corrupt(
                 f'{first.what}: "{name}" is in module, but not in param_shapes, and "shared_params" is '
                 "missing, which would say whether it is tied to a weight that is. The file is damaged, or of "
-                "DeepSpeed before 0.9: resume it with a later release and save it again."
+                "DeepSpeed before 0.9: resume it with a later release and save it again.",
+                code="CKPT0412",
             )
         else:
             self.model[name] = self.whole_tensor(first, t, ("model", name))
@@ -341,7 +350,9 @@ class SaveReader:
         """
         master = self.model[name] = self.masters[name]
         if not is_placeholder(t) and t.shape != master.shape:
-            raise Corrupt(f'{first.what}: "{name}" is {t.shape} in module and {master.shape} in param_shapes.')
+            raise Corrupt(
+                f'{first.what}: "{name}" is {t.shape} in module and {master.shape} in param_shapes.', code="CKPT0412"
+            )
         if t.dtype != master.dtype and t.numel and t.contiguous:
             chunks = Chunks.whole(t.shape, first.number, *t.extent)
             self.rounded[name] = TensorEntry(t.dtype, t.shape, ("model", name), chunks)
@@ -390,7 +401,7 @@ class SaveReader:
         differing: list[str] = []
         for key in dict.fromkeys(k for f in files for k in f.tree):
             if not isinstance(key, str):
-                raise Unsupported(f"{first.what}: a key {short(key)} that is not text.")
+                raise Unsupported(f"{first.what}: a key {short(key)} that is not text.", code="CKPT0307")
             if key in OWN:
                 continue
             if key not in first.tree:
@@ -436,14 +447,17 @@ class SaveReader:
             ids = group.get("params") if isinstance(group, dict) else None
             if not isinstance(ids, list) or not all(type(k) is int and 0 <= k < len(members) for k in ids):
                 raise Corrupt(
-                    f"{file.what}: param group {i} lists {short(ids)}; there are {len(members)} flat tensors."
+                    f"{file.what}: param group {i} lists {short(ids)}; there are {len(members)} flat tensors.",
+                    code="CKPT0417",
                 )
             listed += ids
             for key, value in group.items():
                 data = [n for k in ids for n in members[k]] if key == "params" else value
                 self.add_leaves(("optim", "param_groups", i, str(key)), data, file)
         if listed != list(range(len(members))):
-            raise Corrupt(f"{file.what}: the param groups list the flat tensors {listed} of {len(members)}.")
+            raise Corrupt(
+                f"{file.what}: the param groups list the flat tensors {listed} of {len(members)}.", code="CKPT0417"
+            )
 
     def _frozen_parameter(self, name: str, shape: tuple[int, ...], models: list[File]) -> TensorEntry:
         """Return the entry of a frozen parameter, which is whole in a single model file, else one padded part in that
@@ -465,7 +479,8 @@ class SaveReader:
             if t.shape != (part,) or t.dtype != dtype or not t.contiguous:
                 raise Corrupt(
                     f'{f.what}: the part of the frozen parameter "{name}" is {t.dtype} {t.shape}; {shape} on '
-                    f"{len(models)} ranks has {part} elements each."
+                    f"{len(models)} ranks has {part} elements each.",
+                    code="CKPT0412",
                 )
             if r * part < n:
                 cuts.append(FlatRange(r * part, min(n, (r + 1) * part), f.number, self.keep_crc(f, t).extent[0]))
@@ -525,18 +540,21 @@ def _check_same_keys(models: list[File]) -> None:
     if "buffer_names" not in first.tree:
         raise Corrupt(
             f'{first.what} has no "buffer_names", which DeepSpeed writes into every file of model states, and by '
-            "which it knows one. The file is damaged, or another program changed it; fetch it again."
+            "which it knows one. The file is damaged, or another program changed it; fetch it again.",
+            code="CKPT0406",
         )
     for other in models[1:]:
         if odd := sorted(_OF_MODEL & (first.tree.keys() ^ other.tree.keys())):
             has, lacks = (first, other) if odd[0] in first.tree else (other, first)
             raise Corrupt(
                 f'{lacks.what} has no "{odd[0]}", and {has.what} has one. Every rank writes it, so the file is '
-                "damaged or of another version; fetch it again."
+                "damaged or of another version; fetch it again.",
+                code="CKPT0409",
             )
         if other.tree.get("buffer_names") != first.tree["buffer_names"]:
             raise Corrupt(
                 f"{other.what}: buffer_names is {short(other.tree.get('buffer_names'))}, and "
                 f"{short(first.tree['buffer_names'])} in {first.what}. Every rank writes the same, so one of the "
-                "files is damaged or of another model."
+                "files is damaged or of another model.",
+                code="CKPT0409",
             )

@@ -87,7 +87,10 @@ def read(where: Place, options: ReadOptions) -> Checkpoint:
         for name, shape in group.items():
             slots[name] = _read_parameter(reading, name, shape)
             if not isinstance(slots[name].get("fp32"), TensorEntry):
-                raise Corrupt(f'{reading.where}zero/{name}: fp32.pt is missing, the weights of "{name}". Fetch it.')
+                raise Corrupt(
+                    f'{reading.where}zero/{name}: fp32.pt is missing, the weights of "{name}". Fetch it.',
+                    code="CKPT0401",
+                )
             reading.masters[name] = replace(slots[name].pop("fp32"), path=("model", name))
     _refuse_unknown_folders(reading, models[0], slots.keys())
     reading.add_model_state(models)
@@ -135,7 +138,8 @@ def _refuse_missing_slots(reading: SaveReader, members: list[list[str]], slots: 
             if missing := odd | {s for s in slots[first].keys() ^ slots[n].keys() if s != _BY_GROUP}:
                 raise Corrupt(
                     f'{reading.where}zero/{n}: {min(missing)}.pt is there for only one of "{other}" and "{n}". The '
-                    "copy is incomplete; fetch it again."
+                    "copy is incomplete; fetch it again.",
+                    code="CKPT0401",
                 )
 
 
@@ -156,7 +160,8 @@ def _refuse_unknown_folders(reading: SaveReader, model: ds.File, params: Iterabl
         if name not in known and reading.source.list(f"{reading.save.folder}zero/{name}"):
             raise Corrupt(
                 f"{reading.where}zero/{name}: the folder of a parameter that neither param_shapes nor module lists, so "
-                "nothing would read it. The files are from different saves, or one was changed."
+                "nothing would read it. The files are from different saves, or one was changed.",
+                code="CKPT0409",
             )
 
 
@@ -182,16 +187,18 @@ def _read_parameter(reading: SaveReader, name: str, shape: tuple[int, ...]) -> d
             if slot == "step" and type(x) in (int, float):
                 out[slot] = x
                 continue
-            raise Corrupt(f"{f.what} holds {short(x)}, not a tensor.")
+            raise Corrupt(f"{f.what} holds {short(x)}, not a tensor.", code="CKPT0412")
         if slot != "step" and "float" not in x.dtype:
-            raise Corrupt(f"{f.what}: a tensor of {x.dtype}; weights and slots are floating-point.")
+            raise Corrupt(f"{f.what}: a tensor of {x.dtype}; weights and slots are floating-point.", code="CKPT0412")
         if (slot == "step" and not x.shape) or x.shape == shape:
             out[slot] = reading.whole_tensor(f, x, ())
         elif x.shape == (x.numel,) and x.contiguous and x.numel == prod(shape):
             reading.keep_crc(f, x)
             out[slot] = ds.tensor_of_ranges(shape, x.dtype, (), [FlatRange(0, x.numel, f.number, x.extent[0])])
         else:
-            raise Corrupt(f'{f.what}: a tensor of shape {x.shape}; param_shapes says that "{name}" has {shape}.')
+            raise Corrupt(
+                f'{f.what}: a tensor of shape {x.shape}; param_shapes says that "{name}" has {shape}.', code="CKPT0412"
+            )
     return out
 
 

@@ -145,7 +145,9 @@ class SavePlan:
         # what the engine computes in, and a configuration that says so
         asked = None if own.precision is None else floating_dtype(own.precision)
         if asked not in (None, "float32", "bfloat16", "float16"):
-            raise UsageError(f"{argument('precision', own.precision)}: DeepSpeed computes in bf16, fp16 or fp32.")
+            raise UsageError(
+                f"{argument('precision', own.precision)}: DeepSpeed computes in bf16, fp16 or fp32.", code="CKPT0203"
+            )
         self.precision = asked or self._precision()
         self.cast = options.cast
         self.prefix = "bf16_" if self.precision == "bfloat16" else ""
@@ -159,7 +161,7 @@ class SavePlan:
             "checkpoint" if "pytorch-lightning_version" in self.rest else f"global_step{self.steps}"
         )
         if "/" in self.tag or self.tag in ("", ".", ".."):
-            raise UsageError(f"{argument('write_tag', self.tag)} is not the name of a folder.")
+            raise UsageError(f"{argument('write_tag', self.tag)} is not the name of a folder.", code="CKPT0203")
         self.counters = {
             "skipped_steps": self.rest.pop("skipped_steps", 0),
             "global_steps": self.steps,
@@ -172,7 +174,8 @@ class SavePlan:
         for key in sorted((OWN | {"buffer_names"}) & self.rest.keys()):
             raise Unsupported(
                 f'the checkpoint has an entry "{key}" of its own, and so does every DeepSpeed save. Leave it out: '
-                f"{argument('only', ['model', 'optim', 'scheduler', 'trainer'])}."
+                f"{argument('only', ['model', 'optim', 'scheduler', 'trainer'])}.",
+                code="CKPT0316",
             )
 
     def _check_groups(self) -> None:
@@ -186,12 +189,14 @@ class SavePlan:
         codes = encodings.find_in_tensors(state.tensors)
         if said := next(filter(None, (codes.describe(n) for g in state.groups for n in g.params)), ""):
             raise Unsupported(
-                f"{said}, and DeepSpeed trains the parameters of a group in float32. {encodings.advise_dequantizing()}"
+                f"{said}, and DeepSpeed trains the parameters of a group in float32. {encodings.advise_dequantizing()}",
+                code="CKPT0318",
             )
         if not any(g.params for g in state.groups):
             raise Unsupported(
                 "the optimizer of this checkpoint trains no parameter, and no engine of DeepSpeed starts with such a "
-                f"one. {argument('only', ['model'])} writes the weights alone."
+                f"one. {argument('only', ['model'])} writes the weights alone.",
+                code="CKPT0316",
             )
         if self.stage < 3 and (idle := [i for i, g in enumerate(state.groups) if not g.params]):
             state.groups = [g for g in state.groups if g.params]
@@ -213,7 +218,8 @@ class SavePlan:
             if not isinstance(x, kind) or any(tensors_of(x)):
                 raise Unsupported(
                     f'the checkpoint has an entry "{key}" that is not what DeepSpeed keeps under that name. Leave it '
-                    f"out: {argument('only', ['model', 'optim', 'scheduler'])}."
+                    f"out: {argument('only', ['model', 'optim', 'scheduler'])}.",
+                    code="CKPT0316",
                 )
         return config if isinstance(config, dict) else {}
 
@@ -384,7 +390,8 @@ class SavePlan:
             return kinds.pop() if kinds else "float32"
         if other := sorted(k for k in kinds if "float" not in k):
             raise Unsupported(
-                f"parameters of one group are {' and '.join(sorted(kinds))}; no flat tensor holds {other[0]} too."
+                f"parameters of one group are {' and '.join(sorted(kinds))}; no flat tensor holds {other[0]} too.",
+                code="CKPT0316",
             )
         out = "float64" if "float64" in kinds else "float32"
         text = f"{' and '.join(sorted(kinds))} in one flat tensor are written as {out}, which holds both exactly"
@@ -415,7 +422,8 @@ class SavePlan:
             elif set(mine) != set(found):
                 raise Unsupported(
                     f'"{n}" has the optimizer slots {", ".join(mine) or "none"}, "{first}" has '
-                    f"{', '.join(found) or 'none'}. DeepSpeed keeps those of a param group in one flat tensor each."
+                    f"{', '.join(found) or 'none'}. DeepSpeed keeps those of a param group in one flat tensor each.",
+                    code="CKPT0316",
                 )
         return found or []
 

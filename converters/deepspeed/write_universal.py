@@ -98,7 +98,8 @@ def _add_parameter(
     if set(name) & set("/\\\0") or name in ("", ".", "..", "optimizer_state.pt") or len(os.fsencode(name)) > 255:
         raise Unsupported(
             f"A universal checkpoint keeps each parameter in a folder of its name, and {name[:300]!a} cannot name "
-            "one. Write another layout, or rename the parameter in the source."
+            "one. Write another layout, or rename the parameter in the source.",
+            code="CKPT0316",
         )
     entry = plan.tensors[name]
     entries: dict[str, tuple[TensorEntry, TensorEntry | None]] = {"fp32": (entry, state.tensors[name])}

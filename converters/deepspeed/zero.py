@@ -128,19 +128,25 @@ def _load_optimizer_files(reading: SaveReader, world: int, flats: str, base: str
         f = reading.load(name)
         whole = f.get("optimizer_state_dict", dict)
         if "ds_zero_partition_groups" in whole:
-            raise Unsupported(f"{f.what}: experts are partitioned over other ranks than the rest (AutoEP).")
+            raise Unsupported(
+                f"{f.what}: experts are partitioned over other ranks than the rest (AutoEP).", code="CKPT0325"
+            )
         stated = f.get("partition_count", (int, list), whole)
         if stated not in (world, [world] * count):
             raise Corrupt(
                 f"{f.what}: partition_count is {short(stated)}, the save is of {world} ranks. The files are of "
-                "different saves."
+                "different saves.",
+                code="CKPT0409",
             )
         _check_stage(f, whole, flats)
         masters = f.get(flats, list, whole)
         if len(masters) != count or not all(_is_flat(t) for t in masters):
-            raise Corrupt(f"{f.what}: {flats} are not {count} flat tensors, as param_shapes says.")
+            raise Corrupt(f"{f.what}: {flats} are not {count} flat tensors, as param_shapes says.", code="CKPT0412")
         if out and [t.dtype for t in masters] != [t.dtype for t in out[0].masters]:
-            raise Corrupt(f"{f.what}: {flats} have other dtypes than rank 0's. The files are from different saves.")
+            raise Corrupt(
+                f"{f.what}: {flats} have other dtypes than rank 0's. The files are from different saves.",
+                code="CKPT0409",
+            )
         found = f.get(base, (dict, list), whole)
         if isinstance(found, list):  # elastic_checkpoint: the state of each group, no param_groups
             state, groups = dict(enumerate(found)), None
@@ -151,13 +157,20 @@ def _load_optimizer_files(reading: SaveReader, world: int, flats: str, base: str
             or not all(isinstance(v, dict) for v in state.values())
             or not all(isinstance(g, dict) for g in groups or ())
         ):
-            raise Corrupt(f"{f.what}: its optimizer state is not a state and param groups of a torch optimizer.")
+            raise Corrupt(
+                f"{f.what}: its optimizer state is not a state and param groups of a torch optimizer.", code="CKPT0417"
+            )
         if any(k not in range(count) for k in state):
-            raise Corrupt(f"{f.what}: optimizer state for {short(list(state))}, but there are {count} flat tensors.")
+            raise Corrupt(
+                f"{f.what}: optimizer state for {short(list(state))}, but there are {count} flat tensors.",
+                code="CKPT0417",
+            )
         out.append(_Optim(f, whole, masters, state, groups))
         if not ds.equal_values(out[0].groups, groups) or _slots(out[0].state) != _slots(state):
             what = "param_groups" if _slots(out[0].state) == _slots(state) else "the slots of the optimizer"
-            raise Corrupt(f"{f.what}: {what} differ from rank 0's. The files are from different saves.")
+            raise Corrupt(
+                f"{f.what}: {what} differ from rank 0's. The files are from different saves.", code="CKPT0409"
+            )
     reading.rest.update(ds.loss_scaler_leaves(out[0].whole))
     return out
 
@@ -173,7 +186,10 @@ def _check_stage(f: File, whole: dict[str, Any], flats: str) -> None:
     sharded = flats == "fp32_flat_groups"
     stated = f.get("zero_stage", int, whole) if sharded or "zero_stage" in whole else 1
     if (stated == 3) != sharded:
-        raise Corrupt(f"{f.what}: zero_stage is {short(stated)}, and its masters are {flats}, as at another stage.")
+        raise Corrupt(
+            f"{f.what}: zero_stage is {short(stated)}, and its masters are {flats}, as at another stage.",
+            code="CKPT0417",
+        )
 
 
 def _is_flat(x: object) -> bool:
@@ -239,7 +255,8 @@ def _add_optimizer(
         for slot, found in optims[0].state[g].items():
             if not isinstance(slot, str):
                 raise Corrupt(
-                    f"{files[0].what}: flat tensor {g} has an optimizer slot {short(slot)}, which is not a name."
+                    f"{files[0].what}: flat tensor {g} has an optimizer slot {short(slot)}, which is not a name.",
+                    code="CKPT0417",
                 )
             everyone = [o.state[g].get(slot) for o in optims]
             if not isinstance(found, StoredTensor) or not found.shape:
@@ -252,11 +269,14 @@ def _add_optimizer(
                 continue
             for rank, (f, t) in enumerate(zip(files, everyone, strict=True)):
                 if not isinstance(t, StoredTensor) or not _is_flat(t) or t.dtype != found.dtype:
-                    raise Corrupt(f"{f.what}: {slot} of flat tensor {g} is {short(t)}, unlike rank 0's.")
+                    raise Corrupt(
+                        f"{f.what}: {slot} of flat tensor {g} is {short(t)}, unlike rank 0's.", code="CKPT0417"
+                    )
                 if t.shape[0] not in lengths(rank, g):
                     raise Corrupt(
                         f"{f.what}: {slot} of flat tensor {g} has {t.shape[0]} elements instead of "
-                        f"{' or '.join(map(str, sorted(lengths(rank, g))))}."
+                        f"{' or '.join(map(str, sorted(lengths(rank, g))))}.",
+                        code="CKPT0417",
                     )
             for name in members[g]:
                 path = ("optim", "state", name, slot)
@@ -287,7 +307,7 @@ def _shared_counter(reading: SaveReader, files: list[File], values: list[Any], w
     """
     first = values[0]
     if not isinstance(first, (StoredTensor, int, float, str, type(None))):
-        raise Corrupt(f"{files[0].what}: {what} is {short(first)}, neither a tensor nor a number.")
+        raise Corrupt(f"{files[0].what}: {what} is {short(first)}, neither a tensor nor a number.", code="CKPT0417")
     seen = [
         f.scalar(v) if isinstance(v, StoredTensor) and not v.shape else v for f, v in zip(files, values, strict=True)
     ]
@@ -295,7 +315,8 @@ def _shared_counter(reading: SaveReader, files: list[File], values: list[Any], w
         if value != seen[0]:
             raise Corrupt(
                 f"{f.what}: {what} is {short(value)}, rank 0 has {short(seen[0])}. The files are from different saves; "
-                "fetch all of one save again."
+                "fetch all of one save again.",
+                code="CKPT0409",
             )
     return reading.whole_tensor(files[0], first, ()) if isinstance(first, StoredTensor) else first
 
@@ -317,13 +338,15 @@ def _read_stage3(reading: SaveReader) -> Checkpoint:
             if t.shape[0] == 0 and lengths[g]:
                 raise Unsupported(
                     f"{o.file.what}: flat tensor {g} is empty: its optimizer state was on NVMe. Save once with "
-                    "offload_optimizer on cpu, or none."
+                    "offload_optimizer on cpu, or none.",
+                    code="CKPT0326",
                 )
             if t.shape[0] != lengths[g]:
                 raise Corrupt(
                     f"{o.file.what}: flat tensor {g} has {t.shape[0]} elements; the {len(shapes[g])} parameters that "
                     f"param_shapes puts into it have {lengths[g]} on each of {world} ranks. The files are of different "
-                    "saves."
+                    "saves.",
+                    code="CKPT0409",
                 )
     _add_masters(reading, optims, flats)
     reading.add_model_state(models)
@@ -340,7 +363,7 @@ def _read_stage12(reading: SaveReader, model: File) -> Checkpoint:
     """
     world = model.get("dp_world_size", int)
     if world < 1 or world > 1 << 20:
-        raise Corrupt(f"{model.what}: dp_world_size is {world}.")
+        raise Corrupt(f"{model.what}: dp_world_size is {world}.", code="CKPT0406")
     shapes = ds.param_shapes(model)
     lost = world - len(reading.save.files(ds.OPTIM, 2))
     if lost > 0 and reading.options.salvage:
@@ -363,7 +386,8 @@ def _read_stage12(reading: SaveReader, model: File) -> Checkpoint:
                 raise Corrupt(
                     f"{o.file.what}: flat tensor {g} has {t.shape[0]} elements; the {len(shapes[g])} parameters that "
                     f"param_shapes puts into it leave {' or '.join(map(str, sorted(lengths(rank, g))))} for rank "
-                    f"{rank} of {world}. The files are from different saves."
+                    f"{rank} of {world}. The files are from different saves.",
+                    code="CKPT0409",
                 )
     _add_masters(reading, optims, flats)
     reading.add_model_state([model])
@@ -433,11 +457,13 @@ def _part_sizes(optims: list[_Optim], shapes: Groups) -> tuple[list[int], list[l
     key = "param_alignment_paddings"
     stated = whole.get(key) or [[0] * len(s) for s in shapes]
     if any(o.whole.get(key) != whole.get(key) for o in optims):
-        raise Corrupt(f"{optims[0].file.what}: {key} differs between ranks. The files are from different saves.")
+        raise Corrupt(
+            f"{optims[0].file.what}: {key} differs between ranks. The files are from different saves.", code="CKPT0409"
+        )
     if not isinstance(stated, list) or not all(isinstance(p, list) and all(type(k) is int for k in p) for p in stated):
-        raise Corrupt(f"{optims[0].file.what}: param_alignment_paddings is {short(stated)}.")
+        raise Corrupt(f"{optims[0].file.what}: param_alignment_paddings is {short(stated)}.", code="CKPT0406")
     if [len(p) for p in stated] != [len(s) for s in shapes] or any(k < 0 for p in stated for k in p):
-        raise Corrupt(f"{optims[0].file.what}: param_alignment_paddings is {short(stated)}.")
+        raise Corrupt(f"{optims[0].file.what}: param_alignment_paddings is {short(stated)}.", code="CKPT0406")
     parts = []
     for g, group in enumerate(shapes):
         raw = sum(map(prod, group.values())) + sum(stated[g])
@@ -447,7 +473,8 @@ def _part_sizes(optims: list[_Optim], shapes: Groups) -> tuple[list[int], list[l
             raise Corrupt(
                 f"{optims[0].file.what}: a rank holds {have} elements of flat tensor {g}, but the {len(group)} "
                 f"parameters that param_shapes puts into it are {raw}, {part} a rank. The files are from different "
-                "saves."
+                "saves.",
+                code="CKPT0409",
             )
         parts.append(part)
     return parts, stated
@@ -464,7 +491,8 @@ def _read_stage0(reading: SaveReader, model: File) -> Checkpoint:
     if "optimizer" not in model.tree:
         raise Corrupt(
             f'{model.what} has no "optimizer", which DeepSpeed writes into every file of model states and its engine '
-            "asks for. The file is damaged, or another program changed it; fetch it again."
+            "asks for. The file is damaged, or another program changed it; fetch it again.",
+            code="CKPT0406",
         )
     found = model.tree["optimizer"]
     reading.add_model_state([model])
@@ -476,11 +504,15 @@ def _read_stage0(reading: SaveReader, model: File) -> Checkpoint:
     reading.add_leaves(("optim",), inner, model)
     masters = state.get("fp32_groups")
     if masters is None and "fp32_groups_flat" in state:
-        raise Unsupported(f"{model.what}: flat masters of a fused fp16 optimizer, whose order the file does not hold.")
+        raise Unsupported(
+            f"{model.what}: flat masters of a fused fp16 optimizer, whose order the file does not hold.",
+            code="CKPT0327",
+        )
     if masters is None and "optimizer_state_dict" in state:  # deepspeed/runtime/fp16/unfused_optimizer.py, state_dict
         raise Corrupt(
             f"{model.what}: the optimizer has no fp32_groups, the masters that DeepSpeed writes beside its "
-            "optimizer_state_dict. The file is damaged, or another program changed it; fetch it again."
+            "optimizer_state_dict. The file is damaged, or another program changed it; fetch it again.",
+            code="CKPT0417",
         )
     aliases = ds.tied_names([model])
     own = [n for n in reading.model if n not in set(model.tree.get("buffer_names") or ()) | aliases.keys()]
@@ -488,7 +520,7 @@ def _read_stage0(reading: SaveReader, model: File) -> Checkpoint:
     if not all(isinstance(g, dict) and isinstance(g.get("params"), list) for g in groups) or any(
         type(k) is not int for g in groups for k in g["params"]
     ):
-        raise Corrupt(f"{model.what}: its param_groups are not those of a torch optimizer.")
+        raise Corrupt(f"{model.what}: its param_groups are not those of a torch optimizer.", code="CKPT0417")
     numbered = [k for g in groups for k in g["params"]]
     # one group of all parameters is in the order of the module; several are told apart by shapes
     like = tuple(own) if len(groups) == 1 and len(numbered) == len(own) else None
@@ -515,12 +547,15 @@ def _replace_masters(out: Checkpoint, reading: SaveReader, model: File, masters:
     ]
     lists = isinstance(masters, list) and all(isinstance(m, list) for m in masters)
     if not lists or [len(m) for m in masters] != [len(p) for p in params]:
-        raise Corrupt(f"{model.what}: fp32_groups does not fit the param groups.")
+        raise Corrupt(f"{model.what}: fp32_groups does not fit the param groups.", code="CKPT0417")
     for names, tensors in zip(params, masters, strict=True):
         for name, t in zip(names, tensors, strict=True):
             old = out.tensors.get(f"model.{name}")
             if old is None or not isinstance(t, StoredTensor) or t.shape != old.shape:
-                raise Corrupt(f'{model.what}: the master of "{name}" in fp32_groups has another shape than its weight.')
+                raise Corrupt(
+                    f'{model.what}: the master of "{name}" in fp32_groups has another shape than its weight.',
+                    code="CKPT0417",
+                )
             out.tensors[f"model.{name}"] = reading.whole_tensor(model, t, old.path)
             out.rounded[f"model.{name}"] = old
     for alias, owner in ds.tied_names([model]).items():

@@ -104,7 +104,8 @@ def read(where: Place, options: ReadOptions) -> Checkpoint:
     except (KeyError, TypeError, ValueError, IndexError, AttributeError) as e:
         raise Corrupt(
             f"{where.source.root}: the files of ranks are inconsistent ({type(e).__name__}: {e}); no release of FSDP1 "
-            "writes such files."
+            "writes such files.",
+            code="CKPT0406",
         ) from e
 
 
@@ -252,7 +253,8 @@ def _cut_flat_parameters(
         module, t = name.rpartition(".")[0], assemble_tensor(files, ranks, name, column)
         if not isinstance(t, TensorEntry) or len(t.shape) != 1 or "float" not in t.dtype:
             raise Corrupt(
-                f'{files.source.root}: the flat parameter of module "{module}" is not a 1-D tensor of floats.'
+                f'{files.source.root}: the flat parameter of module "{module}" is not a 1-D tensor of floats.',
+                code="CKPT0412",
             )
         flats[module] = t
         had = [files.shards(r.file, name, x).pieces for r, x in zip(ranks, column, strict=True) if is_sharded(x)]
@@ -273,7 +275,8 @@ def _cut_flat_parameters(
     lost = [n for n in slices if n not in out]
     if lost:
         raise Corrupt(
-            f'{files.source.root}: "{lost[0]}" is in the files, but not in a flat parameter of the layout given.'
+            f'{files.source.root}: "{lost[0]}" is in the files, but not in a flat parameter of the layout given.',
+            code="CKPT0412",
         )
     for name, column in plain.items():
         if name not in out:

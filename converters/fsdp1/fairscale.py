@@ -31,7 +31,8 @@ def read_model(files: Files, ranks: list[Rank]) -> tuple[dict[str, object], Mode
     except (KeyError, TypeError, ValueError, IndexError, AttributeError) as e:
         raise Corrupt(
             f"{files.source.root}: shard_metadata does not fit the model ({type(e).__name__}: {e}); files of different "
-            "saves, or a release of FairScale that ckpttool does not know."
+            "saves, or a release of FairScale that ckpttool does not know.",
+            code="CKPT0409",
         ) from None
 
 
@@ -55,7 +56,8 @@ def _from_metadata(files: Files, ranks: list[Rank]) -> tuple[dict[str, object], 
         if wrapped.get("no_broadcast_optim_state") and len(ranks) > 1:
             raise Unsupported(
                 f'{files.path(ranks[0].file)}: "{path}" has experts that each rank has for itself; ckpttool reads '
-                "shards of what ranks have together."
+                "shards of what ranks have together.",
+                code="CKPT0325",
             )
         for backing, described in wrapped["params"].items():
             key = f"{path}.{backing}" if path else backing

@@ -76,7 +76,9 @@ class Spans(NamedTuple):
         for r, t in slices:
             out = out._replace(dtype=t.dtype)
             if not t.contiguous:
-                raise Unsupported(f"{files.path(r.file)}: a slice of a flat parameter is not contiguous.")
+                raise Unsupported(
+                    f"{files.path(r.file)}: a slice of a flat parameter is not contiguous.", code="CKPT0319"
+                )
             if t.shape[0]:
                 files.keep(r.file, t)
                 for column, x in zip(out[:4], (first, first + t.shape[0], r.file, t.extent[0]), strict=True):
@@ -146,7 +148,8 @@ def layout_of(
     if unknown:
         raise Unsupported(
             f'{files.source.root}: "{unknown[0]}" is not among the {len(known.shapes)} names of {where}. '
-            f"{flat_layout.OTHER}"
+            f"{flat_layout.OTHER}",
+            code="CKPT0309",
         )
     if not uop:
         flat_layout.refuse_sorted_names(order, where)
@@ -156,7 +159,8 @@ def layout_of(
     if homeless:
         raise Unsupported(
             f'{files.source.root}: "{inside[homeless[0]][0]}" of {where} lies in no wrapped module; the files have '
-            f"flat parameters of {flat_layout.describe_modules(flats)}. {flat_layout.OTHER}"
+            f"flat parameters of {flat_layout.describe_modules(flats)}. {flat_layout.OTHER}",
+            code="CKPT0309",
         )
     made = []
     for module in (*inside, *(m for m in flats if m not in inside)):
@@ -171,7 +175,9 @@ def layout_of(
 
         flat = flat_layout.find_fitting_layout(module, members, fits, aligns, own.shards, whole.dtype, tied)
         if flat is None:
-            raise Unsupported(_explain_no_fit(files, module, whole.shape[0], members, aligns, where, own.shards, uop))
+            raise Unsupported(
+                _explain_no_fit(files, module, whole.shape[0], members, aligns, where, own.shards, uop), code="CKPT0309"
+            )
         made.append(flat)
     return FlatLayout(uop, own.shards, tuple(made), tuple(plain if uop else known.shapes)), slices
 
@@ -298,7 +304,8 @@ def _check_layout(
     if known.keys() != flats.keys():
         raise Unsupported(
             f"{files.source.root}: {where} knows flat parameters of {flat_layout.describe_modules(known)}, the files "
-            f"have those of {flat_layout.describe_modules(flats)}. They are of jobs that wrapped different modules."
+            f"have those of {flat_layout.describe_modules(flats)}. They are of jobs that wrapped different modules.",
+            code="CKPT0309",
         )
     for module, t in flats.items():
         flat = known[module]
@@ -306,11 +313,14 @@ def _check_layout(
             raise Unsupported(
                 f'{files.source.root}: the flat parameter of module "{module}" has {t.shape[0]} elements, by {where} '
                 f"it has {flat.numel}: another model, another world size, or other mixed precision with "
-                "use_orig_params."
+                "use_orig_params.",
+                code="CKPT0309",
             )
         for p in flat.parts:
             if p.name in slices and not own.slices_fit(flat, p, plain[p.name]):
-                raise Unsupported(f'{files.source.root}: the slices of "{p.name}" are not where {where} says.')
+                raise Unsupported(
+                    f'{files.source.root}: the slices of "{p.name}" are not where {where} says.', code="CKPT0309"
+                )
 
 
 _OPTIMIZER = "the optimizer's state"
@@ -357,6 +367,7 @@ def _no_description(files: Files, flats: Iterable[str]) -> Unsupported:
         f"model\n  ckpttool convert {name} OUT --to dcp --config DIR_OR_HF_ID     its config.json\n  ckpttool "
         f"convert {name} OUT --to dcp --flat-layout flat.json   what ckpttool.describe_fsdp1(model) gives in "
         "the job",
+        code="CKPT0309",
     )
 
 

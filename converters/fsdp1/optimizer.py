@@ -52,7 +52,8 @@ def read_optimizer(
         if len(kind) > 1:
             a, b = (files.names[k[0].file] for k in kind[:2])
             raise Unsupported(
-                f"{files.source.root} holds more than one optimizer: {a} and {b}. Move one to a folder of its own."
+                f"{files.source.root} holds more than one optimizer: {a} and {b}. Move one to a folder of its own.",
+                code="CKPT0328",
             )
     chosen = (named or raw)[0]
     groups = _param_groups(files, chosen)
@@ -105,7 +106,7 @@ def _param_groups(files: Files, ranks: list[Rank]) -> list[dict[Any, Any]]:
             or not all(isinstance(g, dict) for g in groups)
             or not isinstance(r.tree["state"], dict)
         ):
-            raise Corrupt(f"{files.path(r.file)}: an optimizer without param_groups.")
+            raise Corrupt(f"{files.path(r.file)}: an optimizer without param_groups.", code="CKPT0417")
         groups = stored_tensors.inline_tensors(groups, files.reader(r.file), files.path(r.file))
         if r is ranks[0]:
             out = groups
@@ -115,7 +116,8 @@ def _param_groups(files: Files, ranks: list[Rank]) -> list[dict[Any, Any]]:
             )
             raise Corrupt(
                 f"{files.path(r.file)}: its param groups differ from those in {files.names[ranks[0].file]}, first in "
-                f'"{key}". The files are from different saves; fetch the files of one save.'
+                f'"{key}". The files are from different saves; fetch the files of one save.',
+                code="CKPT0409",
             )
     return out
 
@@ -144,7 +146,8 @@ def _slots(ranks: list[Rank]) -> _Slots:
                         f'The optimizer state of parameter {name} has a slot "{odd[0]}" in the file of rank '
                         f"{(r if odd[0] in map(str, slots) else other).rank} and not in that of rank "
                         f"{(other if odd[0] in map(str, slots) else r).rank}. The files are from different jobs, or "
-                        "one was changed."
+                        "one was changed.",
+                        code="CKPT0409",
                     )
                 for slot, x in slots.items():
                     out.setdefault((name, slot), [None] * len(ranks))[i] = x
@@ -175,12 +178,14 @@ def _check_same_save(files: Files, a: list[Rank], b: list[Rank]) -> None:
     if one[1] and two[1] and one[1].isdisjoint(two[1]):
         raise Corrupt(
             f"{files.path(a[0].file)} is of step {', '.join(sorted(one[1]))}, {files.names[b[0].file]} of step "
-            f"{', '.join(sorted(two[1]))}. They are from different saves; fetch the files of one save."
+            f"{', '.join(sorted(two[1]))}. They are from different saves; fetch the files of one save.",
+            code="CKPT0409",
         )
     if one[0] != two[0]:
         raise Corrupt(
             f"{files.path(a[0].file)} and {files.names[b[0].file]} have other hyperparameters. Fetch all files of one "
-            "save."
+            "save.",
+            code="CKPT0409",
         )
 
 
@@ -232,7 +237,7 @@ def _read_flat_optimizer(
         if resolved is None and own.shards == 1:  # use_orig_params, and all parameters have one dimension
             return _whole_slots(files, ranks, columns)
     if layout is None or resolved is None:
-        raise Unsupported(_explain_unresolved(files, ranks, ids, lengths, layout, known))
+        raise Unsupported(_explain_unresolved(files, ranks, ids, lengths, layout, known), code="CKPT0308")
     by_key = {f.key: f for f in layout.flats}
     by_name = {p.name: (f, p) for f in layout.flats for p in f.parts}
     copies = dict(layout.copies)
@@ -287,7 +292,8 @@ def _lengths_by_number(files: Files, ranks: list[Rank], columns: _Slots) -> dict
         k = next(i for i in range(len(n)) if n[i] != out[x][i])
         raise Corrupt(
             f'{files.path(ranks[k].file)}: "{slot}" of parameter {x} has {n[k]} elements, its "{slots[x]}" has '
-            f"{out[x][k]}. The file is damaged or was changed."
+            f"{out[x][k]}. The file is damaged or was changed.",
+            code="CKPT0417",
         )
     for (x, slot), column in columns.items():
         kinds: dict[str, list[Rank]] = {}
@@ -298,7 +304,8 @@ def _lengths_by_number(files: Files, ranks: list[Rank], columns: _Slots) -> dict
             (a, most), (b, odd) = sorted(kinds.items(), key=lambda kv: -len(kv[1]))[:2]
             raise Corrupt(
                 f'{files.path(odd[0].file)}: "{slot}" of parameter {x} is {b}, in {files.names[most[0].file]} it is '
-                f"{a}. The files are from different runs, or one was changed."
+                f"{a}. The files are from different runs, or one was changed.",
+                code="CKPT0409",
             )
     return out
 

@@ -48,7 +48,8 @@ def plan_flats(ckpt: Checkpoint, state: Training, options: WriteOptions, world: 
         if not given.use_orig_params and (why or own.use_orig_params):
             raise Unsupported(
                 f"{argument('flat_layout', options.flat_layout)} is of a job with use_orig_params=False; "
-                + (why or f"{argument('use_orig_params', True, 'Fsdp1Options')} contradicts it.")
+                + (why or f"{argument('use_orig_params', True, 'Fsdp1Options')} contradicts it."),
+                code="CKPT0309",
             )
         uop = given.use_orig_params
     else:
@@ -194,7 +195,8 @@ def _model_order(ckpt: Checkpoint, state: Training, options: WriteOptions) -> tu
         if missing := [n for n in own if n not in set(order)]:
             raise Unsupported(
                 f'"{missing[0]}" and {len(missing) - 1} other tensors are not among the names of {where}. '
-                f"{flat_layout.OTHER}"
+                f"{flat_layout.OTHER}",
+                code="CKPT0309",
             )
         return tuple(n for n in order if n in state.tensors)
     flat_layout.refuse_sorted_names(own, f"{ckpt.layout} sources")
@@ -286,19 +288,24 @@ def _lay_out_flats(
             codes = encodings.find_in_tensors(state.tensors)
             if said := codes.describe(one) or codes.describe(two):
                 raise Unsupported(
-                    f"{said}, and FSDP1 flattens numbers that it trains, not codes. {encodings.advise_dequantizing()}"
+                    f"{said}, and FSDP1 flattens numbers that it trains, not codes. {encodings.advise_dequantizing()}",
+                    code="CKPT0318",
                 )
             raise Unsupported(
                 f'"{one}" is {a} and "{two}" is {b}, and FSDP1 flattens parameters of one dtype only; both lie in '
-                f'module "{module}". Wrap them apart with {argument("wrap")}, or cast one with {argument("cast")}.'
+                f'module "{module}". Wrap them apart with {argument("wrap")}, or cast one with {argument("cast")}.',
+                code="CKPT0316",
             )
         dtype = next(iter(kinds))
         if "float" not in dtype:
-            raise Unsupported(f'"{owners[0]}" is {dtype}; FSDP1 flattens floating-point parameters only.')
+            raise Unsupported(
+                f'"{owners[0]}" is {dtype}; FSDP1 flattens floating-point parameters only.', code="CKPT0316"
+            )
         if world > 1 and not any(state.tensors[n].numel for n in owners):
             raise Unsupported(
                 f'No parameter of module "{module}" has an element (first "{owners[0]}"), so that no rank has a shard '
-                f"of its flat parameter. Wrap it together with its parent with {argument('wrap')}."
+                f"of its flat parameter. Wrap it together with its parent with {argument('wrap')}.",
+                code="CKPT0316",
             )
         step = 16 // ITEMSIZE[dtype] if align is None else align
         sized = [(n, state.tensors[n].shape) for n in owners]
@@ -324,13 +331,15 @@ def _check_given_flats(
             if p.strides is not None:
                 raise Unsupported(
                     f'{where}: "{p.name}" is not contiguous in memory (strides {p.strides}); ckpttool reads such flat '
-                    "parameters, it does not write them. Call .contiguous() on it before FSDP wraps the model."
+                    "parameters, it does not write them. Call .contiguous() on it before FSDP wraps the model.",
+                    code="CKPT0316",
                 )
             t = state.tensors.get(p.name)
             if t is None or t.shape != p.shape:
                 raise Unsupported(
                     f'{where} has "{p.name}" {p.shape}, the source has {t.shape if t else "no such tensor"}. '
-                    f"{flat_layout.OTHER}"
+                    f"{flat_layout.OTHER}",
+                    code="CKPT0309",
                 )
         end = max((p.first + p.numel for p in flat.parts), default=0)
         dtype = (
@@ -340,7 +349,8 @@ def _check_given_flats(
     inside = {n for f in out for n in (*(p.name for p in f.parts), *(a for a, _ in f.shared))}
     if missing := sorted(params - inside):
         raise Unsupported(
-            f'{where} lacks "{missing[0]}" and {len(missing) - 1} other parameters of the source. {flat_layout.OTHER}'
+            f'{where} lacks "{missing[0]}" and {len(missing) - 1} other parameters of the source. {flat_layout.OTHER}',
+            code="CKPT0309",
         )
     return out
 

@@ -68,7 +68,7 @@ def write(ckpt: Checkpoint, source: Source, options: WriteOptions) -> Draft:
     state = split_training_state(ckpt, source)
     world = options.world_size or ckpt.world_size
     if world is None or world < 1:
-        raise UsageError(f"{argument('world_size')} is needed: every rank has a file of its own.")
+        raise UsageError(f"{argument('world_size')} is needed: every rank has a file of its own.", code="CKPT0209")
     plan = plan_flats(ckpt, state, options, world)
     out = _DraftFiles(ckpt, options, plan.layout, TorchFiles(), ShardTable(world), {}, {}, {})
     rest = {t.path: t for t in ckpt.tensors.values() if t.path[0] not in ("model", "optim")}

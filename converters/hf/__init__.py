@@ -128,7 +128,7 @@ def read(where: Place, options: ReadOptions) -> Checkpoint:
     if options.config is not None:
         config = model_files.read_model_files(options.config)[0] or config
     if not tensors:
-        raise Corrupt(f"{source.root}: its safetensors files hold no tensor.")
+        raise Corrupt(f"{source.root}: its safetensors files hold no tensor.", code="CKPT0401")
     if shards and config is not None:
         _refuse_cut_vocabulary(source, tensors, config)
     objects = put_together(source, files, tensors, notes)
@@ -231,7 +231,8 @@ def _model_files(source: Source, names: list[str]) -> list[str]:
         if missing:
             raise Corrupt(
                 f"{source.root}: {name} is one of {int(m[3])} shards, and number {missing[0]} is missing. The copy is "
-                "incomplete; fetch the folder again, or give the file itself to read it alone."
+                "incomplete; fetch the folder again, or give the file itself to read it alone.",
+                code="CKPT0401",
             )
     return files
 
@@ -249,7 +250,8 @@ def _read_plain(source: Source, files: list[str]) -> tuple[dict[str, TensorEntry
             if name in out:
                 raise Corrupt(
                     f'"{name}" is in {file} and in {files[out[name].chunks[0].extent.file]}, and no index says which '
-                    "counts. Give the file that you want, or remove the other."
+                    "counts. Give the file that you want, or remove the other.",
+                    code="CKPT0411",
                 )
             out[name] = _entry(name, slot, i)
     return out, files
@@ -274,13 +276,14 @@ def _read_indexed(source: Source, notes: list[str]) -> tuple[dict[str, TensorEnt
     index = bounded_json.parse(source.read_all(INDEX, 128 << 20), what)
     weights = index.get("weight_map") if isinstance(index, dict) else None
     if not isinstance(weights, dict) or not all(isinstance(v, str) for v in weights.values()):
-        raise Corrupt(f"{what}: no weight_map of names to files.")
+        raise Corrupt(f"{what}: no weight_map of names to files.", code="CKPT0406")
     files = sorted(set(weights.values()))
     aside = [n for n in source.list() if n.endswith(".safetensors") and n not in files]
     if WHOLE in aside:
         raise Unsupported(
             f"{source.root} holds {WHOLE}, which transformers reads, and {INDEX}, which names other files. One of the "
-            f"two is left over from an earlier save: remove it, or give {WHOLE} itself."
+            f"two is left over from an earlier save: remove it, or give {WHOLE} itself.",
+            code="CKPT0328",
         )
     safetensors_header.prefetch_headers(source, files)
     slots = [safetensors_header.slots(source, f) for f in files]
@@ -290,14 +293,17 @@ def _read_indexed(source: Source, notes: list[str]) -> tuple[dict[str, TensorEnt
         i = at[file]
         if name not in slots[i]:
             raise Corrupt(
-                f'{what} says "{name}" is in {file}, which does not hold it. The shards do not belong to one model.'
+                f'{what} says "{name}" is in {file}, which does not hold it. The shards do not belong to one model.',
+                code="CKPT0412",
             )
         out[name] = _entry(name, slots[i][name], i)
     extra = [(n, i) for i, s in enumerate(slots) for n in s if weights.get(n) != files[i]]
     for name, i in extra:
         if name in out:
             raise Corrupt(
-                f'"{name}" is in {weights[name]} as {INDEX} says, and in {files[i]} too; which one counts is not clear.'
+                f'"{name}" is in {weights[name]} as {INDEX} says, and in {files[i]} too; which one counts is not '
+                "clear.",
+                code="CKPT0411",
             )
         out[name] = _entry(name, slots[i][name], i)
     if extra:
@@ -327,13 +333,15 @@ def _read_rank_shards(source: Source, files: list[str]) -> tuple[dict[str, Tenso
                 or len(start) != len(slot.shape)
                 or not all(type(k) is int and 0 <= k < 1 << 56 for k in start)
             ):
-                raise Corrupt(f'{file}: DCP_SHARDING_INFO does not say where the part of "{name}" belongs.')
+                raise Corrupt(
+                    f'{file}: DCP_SHARDING_INFO does not say where the part of "{name}" belongs.', code="CKPT0406"
+                )
             chunk = Chunk(tuple(start), slot.shape, Extent(i, slot.offset, slot.length))
             parts.setdefault(name, []).append((slot.dtype, tuple(start), chunk))
     out: dict[str, TensorEntry] = {}
     for name, rows in parts.items():
         if len({d for d, _, _ in rows}) != 1 or len({len(s) for _, s, _ in rows}) != 1:
-            raise Corrupt(f'the parts of "{name}" have different dtypes or dimensions.')
+            raise Corrupt(f'the parts of "{name}" have different dtypes or dimensions.', code="CKPT0412")
         shape = tuple(max(c.start[d] + c.shape[d] for _, _, c in rows) for d in range(len(rows[0][1])))
         unique = {(c.start, c.shape): c for _, _, c in rows}  # a replicated tensor is in several files
         chunks = Chunks.of(len(shape), unique.values())

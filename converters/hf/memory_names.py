@@ -119,7 +119,8 @@ def _fuse(tensors: dict[str, TensorEntry], relation: hub_names.Relation) -> dict
         whole = relation.shapes[view.of]
         if t.shape != view.shape:
             raise Corrupt(
-                f'"{name}" is {t.shape}; config.json makes it {view.shape}. They do not belong to the same model.'
+                f'"{name}" is {t.shape}; config.json makes it {view.shape}. They do not belong to the same model.',
+                code="CKPT0412",
             )
         start, shape, strides = _box_of(view, whole, name)
         columns = chunks.setdefault(view.of, Chunks(len(whole)))
@@ -163,7 +164,7 @@ def _box_of(
             continue
         d = next((i for i in free if full[i] == s and whole[i] > 1), None)
         if d is None:
-            raise Unsupported(f'"{name}" is not a box of "{view.of}".')
+            raise Unsupported(f'"{name}" is not a box of "{view.of}".', code="CKPT0316")
         free.remove(d)
         shape[d], strides[d] = n, w
     return tuple(start), tuple(shape), None if boxes.is_row_major(shape, strides) else tuple(strides)
@@ -179,7 +180,9 @@ def crop(name: str, t: TensorEntry, view: hub_names.View) -> TensorEntry:
         return t
     start, shape, _strides = _box_of(view, t.shape, name)
     if t.chunks.zstd:
-        raise Unsupported(f'"{view.of}" is compressed and must be split; convert the checkpoint to dcp first.')
+        raise Unsupported(
+            f'"{view.of}" is compressed and must be split; convert the checkpoint to dcp first.', code="CKPT0324"
+        )
     item = ITEMSIZE[t.dtype]
     full = boxes.strides(t.shape)
     # which dimension of the view runs along which dimension of the tensor; one of length 1 runs along none

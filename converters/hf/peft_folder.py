@@ -49,7 +49,8 @@ def adapter_config(
         raise UsageError(
             f"{argument('lora_alpha', own.lora_alpha)}: there is an adapter_config.json, which says "
             f"{str(found[0].get('lora_alpha'))[:40]}. Leave the option out, or take that file away if it is of another "
-            "adapter."
+            "adapter.",
+            code="CKPT0205",
         )
     return None
 
@@ -64,7 +65,8 @@ def base_relation(source: Source, options: WriteOptions) -> hub_names.Relation:
     if config is None:
         raise Unsupported(
             f"{argument('split_experts', True, 'HfOptions')} needs the config.json of the base model, which tells how "
-            f"the Hub names its experts. Give {argument('config')} its folder or id."
+            f"the Hub names its experts. Give {argument('config')} its folder or id.",
+            code="CKPT0312",
         )
     return hub_names.relate(config, None)
 
@@ -126,5 +128,6 @@ def refuse_adapter(ckpt: Checkpoint, notes: list[str]) -> None:
         raise Unsupported(
             f"{ckpt.root} holds an adapter only ({found}), which from_pretrained cannot load alone. For PEFT: ckpttool "
             f"adapter extract {ckpt.root} DST (or {argument('adapter', True, 'HfOptions')}). Merged into its base "
-            f"model: ckpttool adapter merge BASE {ckpt.root} DST."
+            f"model: ckpttool adapter merge BASE {ckpt.root} DST.",
+            code="CKPT0321",
         )

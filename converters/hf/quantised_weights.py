@@ -139,7 +139,8 @@ def flat_names(name: str, found: Composite) -> dict[str, TensorEntry]:
     if found.about["class"][1] not in _CLASSES or "." not in name:
         raise Unsupported(
             f'"{name}" is a {class_label(found.about)}, which torchao does not write to safetensors; it writes '
-            f"{', '.join(_CLASSES)} in modules. dcp and full carry it as it is."
+            f"{', '.join(_CLASSES)} in modules. dcp and full carry it as it is.",
+            code="CKPT0319",
         )
     return {_flat_name(name, inside): t for inside, t in found.tensors.items()}
 
@@ -172,7 +173,8 @@ def _describe(name: str, found: Composite) -> dict[str, Any]:
     inside = [n for n in (*kind.may, "qdata", "scale") if n in found.tensors]
     if {*inside} != {*found.tensors} or not {*kind.data} <= given.keys():
         raise Unsupported(
-            f'"{name}" is a {class_label(found.about)} of another version of torchao: {", ".join(given)}.'
+            f'"{name}" is a {class_label(found.about)} of another version of torchao: {", ".join(given)}.',
+            code="CKPT0329",
         )
     data = {k: _encode(given[k], name) for k in kind.data}
     return {"_type": found.about["class"][1], "_data": data, "_tensor_data_names": inside}
@@ -199,7 +201,8 @@ def _encode(x: Any, name: str) -> Any:
     if x is None or isinstance(x, (bool, int, float, str)):
         return x
     raise Unsupported(
-        f'"{name}": ckpttool does not know how torchao writes {x!r} to safetensors. dcp and full carry it as it is.'
+        f'"{name}": ckpttool does not know how torchao writes {x!r} to safetensors. dcp and full carry it as it is.',
+        code="CKPT0319",
     )
 
 
@@ -239,7 +242,8 @@ def put_together(
         if gone := [n for n in inside if _flat_name(name, str(n)) not in tensors]:
             raise Corrupt(
                 f'{source.root}: "{_flat_name(name, str(gone[0]))}" is missing, a part of the {row["_type"]} "{name}". '
-                "Fetch the files again."
+                "Fetch the files again.",
+                code="CKPT0419",
             )
         out[name] = _make_composite(
             name,
@@ -297,7 +301,8 @@ def _make_composite(
             about["stride"] = list(boxes.strides(qdata.shape))
     except (KeyError, AttributeError, TypeError, ValueError, IndexError) as e:
         raise Corrupt(
-            f'{what}: "{name}" is described differently from how torchao does it ({type(e).__name__}: {e}).'
+            f'{what}: "{name}" is described differently from how torchao does it ({type(e).__name__}: {e}).',
+            code="CKPT0419",
         ) from None
     return Composite(("model", name), about, {k: replace(t, path=("model", name, k)) for k, t in ordered.items()})
 

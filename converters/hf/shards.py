@@ -57,7 +57,8 @@ def refuse_dtypes(model: dict[str, TensorEntry]) -> None:
     for name, t in model.items():
         if t.dtype not in safetensors_header.CODES:
             raise Unsupported(
-                f'"{name}" is {t.dtype}, which safetensors cannot store. Cast it with {argument("cast")}.'
+                f'"{name}" is {t.dtype}, which safetensors cannot store. Cast it with {argument("cast")}.',
+                code="CKPT0332",
             )
 
 

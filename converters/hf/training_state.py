@@ -131,12 +131,13 @@ def draft(
     for name, data, most in ((_VALUES, held, _MOST_VALUES), (INDEX, text, _MOST_INDEX)):
         try:
             if len(data) > most:
-                raise Unsafe(f"{name} would have {len(data)} bytes; at most {most} are read")
+                raise Unsafe(f"{name} would have {len(data)} bytes; at most {most} are read", code="CKPT0704")
             bounded_json.refuse_bomb(data, name)
         except Unsafe as e:
             raise Unsupported(
                 f"{str(e).rstrip('.')}. Such a record is refused by every reader. Keep less: "
-                f"{argument('only', ['model', 'optim'])}."
+                f"{argument('only', ['model', 'optim'])}.",
+                code="CKPT0316",
             ) from None
     return out, shards, [DraftFile(f"{FOLDER}/{_VALUES}", len(held), held), DraftFile(INDEX, len(text), text)]
 
@@ -164,7 +165,8 @@ def read(source: Source, first: int) -> SavedState:
     if "index.json" not in there:
         raise Corrupt(
             f"{source.root}/{FOLDER} has no index.json: it is incomplete, or of another program. Fetch it again, or "
-            "remove it to read the weights alone."
+            "remove it to read the weights alone.",
+            code="CKPT0401",
         )
     index, what = _read_record(source)
     files = _check_files(index["files"], there, source, what)
@@ -172,14 +174,14 @@ def read(source: Source, first: int) -> SavedState:
     held = _read_values(index, source)
     paths = [t.path for t in tensors.values()] + [v.path for v in held.values()]
     if (path := find_misplaced_path(paths)) is not None:
-        raise Corrupt(f'{what}: "{joined(path)}" is of no component, or lies in another entry.')
+        raise Corrupt(f'{what}: "{joined(path)}" is of no component, or lies in another entry.', code="CKPT0406")
     if len(set(paths)) != len(paths) or tensors.keys() & held.keys():
-        raise Corrupt(f"{what}: a value has the name of a tensor.")
+        raise Corrupt(f"{what}: a value has the name of a tensor.", code="CKPT0406")
     _parse_weights(index, what)
     _parse_origin(index["origin"], what)
     parsed = index["source"]
     if not isinstance(parsed, dict):
-        raise Corrupt(f"{what}: source is not an object.")
+        raise Corrupt(f"{what}: source is not an object.", code="CKPT0406")
     world, trainer = parsed.get("world_size"), parsed.get("trainer")
     return SavedState(
         tensors,
@@ -200,10 +202,11 @@ def _read_record(source: Source) -> tuple[dict[str, Any], str]:
     data = source.read_all(INDEX, _MOST_INDEX)
     index = bounded_json.parse(data, what)
     if not isinstance(index, dict) or not {*_KEYS} <= {*index}:
-        raise Corrupt(f"{what}: not an index of a training state.")
+        raise Corrupt(f"{what}: not an index of a training state.", code="CKPT0406")
     if index["version"] != 1:
         raise Unsupported(
-            f"{what}: version {str(index['version'])[:20]}; this ckpttool reads version 1. Use a newer one."
+            f"{what}: version {str(index['version'])[:20]}; this ckpttool reads version 1. Use a newer one.",
+            code="CKPT0329",
         )
     return index, what
 
@@ -217,10 +220,10 @@ def _parse_weights(index: dict[str, Any], what: str) -> tuple[list[str], dict[st
     """
     weights, tied = index["weights"], index["tied"]
     if not _are_texts(weights) or len(set(weights)) != len(weights):
-        raise Corrupt(f"{what}: weights are not names, or one is there twice.")
+        raise Corrupt(f"{what}: weights are not names, or one is there twice.", code="CKPT0406")
     own = {*weights} - {*tied} if isinstance(tied, dict) else None
     if own is None or len(own) != len(weights) - len(tied) or not {*map(str, tied.values())} <= own:
-        raise Corrupt(f"{what}: tied weights that are not listed.")
+        raise Corrupt(f"{what}: tied weights that are not listed.", code="CKPT0406")
     return weights, tied
 
 
@@ -236,7 +239,7 @@ def _parse_path(x: Any, what: str) -> Path:
         Corrupt: `x` is not a list of names and positions.
     """
     if not isinstance(x, list) or not x or not all(type(k) is str or (type(k) is int and k >= 0) for k in x):
-        raise Corrupt(f"{what}: {str(x)[:80]} is not a path.")
+        raise Corrupt(f"{what}: {str(x)[:80]} is not a path.", code="CKPT0406")
     return tuple(x)
 
 
@@ -247,7 +250,7 @@ def _parse_origin(rows: Any, what: str) -> dict[Path, Path]:
         Corrupt: a row is not two paths.
     """
     if not isinstance(rows, list) or not all(isinstance(r, list) and len(r) == 2 for r in rows):
-        raise Corrupt(f"{what}: origin is not pairs of paths.")
+        raise Corrupt(f"{what}: origin is not pairs of paths.", code="CKPT0406")
     return {_parse_path(a, what): _parse_path(b, what) for a, b in rows}
 
 
@@ -264,22 +267,29 @@ def _check_files(said: Any, there: list[str], source: Source, what: str) -> list
         Corrupt: files are missing, too many, or of another length. Unsafe: a name leads out of the folder.
     """
     if not isinstance(said, dict) or _VALUES not in said:
-        raise Corrupt(f"{what}: files does not list {_VALUES}.")
+        raise Corrupt(f"{what}: files does not list {_VALUES}.", code="CKPT0406")
     for name, row in said.items():
         if "/" in name or "\\" in name or name in ("", ".", ".."):
-            raise Unsafe(f"{what} names {name!a}, which leads out of {FOLDER}.")
+            raise Unsafe(f"{what} names {name!a}, which leads out of {FOLDER}.", code="CKPT0702")
         if name != _VALUES and not _SHARD.fullmatch(name):
-            raise Corrupt(f"{what} names {name!a}, which is not a file of a training state.")
+            raise Corrupt(f"{what} names {name!a}, which is not a file of a training state.", code="CKPT0406")
         if name not in there:
-            raise Corrupt(f"{source.root}/{FOLDER}/{name} is missing. The copy is incomplete; fetch the file again.")
+            raise Corrupt(
+                f"{source.root}/{FOLDER}/{name} is missing. The copy is incomplete; fetch the file again.",
+                code="CKPT0401",
+            )
         size = source.size(f"{FOLDER}/{name}")
         if not isinstance(row, dict) or row.get("bytes") != size:
             raise Corrupt(
                 f"{source.root}/{FOLDER}/{name} has {size} bytes, which is not what index.json says. The copy is "
-                "incomplete, or of another step; fetch the folder again."
+                "incomplete, or of another step; fetch the folder again.",
+                code="CKPT0409",
             )
     if extra := [n for n in there if n.endswith(".safetensors") and n not in said]:
-        raise Corrupt(f"{source.root}/{FOLDER}/{extra[0]} is not listed in index.json: files of two saves are mixed.")
+        raise Corrupt(
+            f"{source.root}/{FOLDER}/{extra[0]} is not listed in index.json: files of two saves are mixed.",
+            code="CKPT0409",
+        )
     return [n for n in said if n != _VALUES]
 
 
@@ -301,30 +311,33 @@ def _read_tensors(rows: Any, files: list[str], source: Source, first: int, what:
     for i, file in enumerate(files):
         for name, slot in safetensors_header.slots(source, f"{FOLDER}/{file}").items():
             if name in found:
-                raise Corrupt(f'"{name}" is in {files[found[name][0]]} and in {file} of {source.root}/{FOLDER}.')
+                raise Corrupt(
+                    f'"{name}" is in {files[found[name][0]]} and in {file} of {source.root}/{FOLDER}.', code="CKPT0411"
+                )
             found[name] = i, slot
     if not isinstance(rows, dict):
-        raise Corrupt(f"{what}: tensors is not an object.")
+        raise Corrupt(f"{what}: tensors is not an object.", code="CKPT0406")
     if odd := found.keys() ^ rows.keys():
         name = min(odd)
         where = "the files, but not in index.json" if name in found else "index.json, but in no file"
-        raise Corrupt(f'{source.root}/{FOLDER}: "{name}" is in {where}. They are not from one save.')
+        raise Corrupt(f'{source.root}/{FOLDER}: "{name}" is in {where}. They are not from one save.', code="CKPT0411")
     out: dict[str, TensorEntry] = {}
     for name, row in rows.items():
         i, slot = found[name]
         if not isinstance(row, list) or len(row) != 3 or not isinstance(row[0], str) or row[0] not in ITEMSIZE:
-            raise Corrupt(f'{what}: the entry of "{name}" is damaged.')
+            raise Corrupt(f'{what}: the entry of "{name}" is damaged.', code="CKPT0406")
         dtype, shape, path = row[0], row[1], _parse_path(row[2], what)
         if joined(path) != name:
-            raise Corrupt(f'{what}: "{name}" has the path {str(path)[:80]}.')
+            raise Corrupt(f'{what}: "{name}" has the path {str(path)[:80]}.', code="CKPT0406")
         if path[0] == "model":
-            raise Corrupt(f'{what}: "{name}" is a weight; those lie beside {FOLDER}, not in it.')
+            raise Corrupt(f'{what}: "{name}" is a weight; those lie beside {FOLDER}, not in it.', code="CKPT0406")
         if not isinstance(shape, list) or not all(type(k) is int and 0 <= k <= MAX_NUMEL for k in shape):
-            raise Corrupt(f'{what}: "{name}" has shape {str(shape)[:80]}.')
+            raise Corrupt(f'{what}: "{name}" has shape {str(shape)[:80]}.', code="CKPT0406")
         if (slot.dtype, slot.shape) != _header_type(dtype, tuple(shape)):
             raise Corrupt(
                 f'{what} says "{name}" is {dtype} {shape}; it is {slot.dtype} {list(slot.shape)} in {files[i]}. They '
-                "are not from one save."
+                "are not from one save.",
+                code="CKPT0412",
             )
         chunks = Chunks.whole(shape, first + i, slot.offset, slot.length)
         out[name] = TensorEntry(dtype, tuple(shape), path, chunks)
@@ -342,11 +355,11 @@ def _read_values(index: dict[str, Any], source: Source) -> dict[str, Value]:
     what = f"{source.root}/{FOLDER}/{_VALUES}"
     data = source.read_all(f"{FOLDER}/{_VALUES}", _MOST_VALUES)
     if sha256(data).hexdigest() != index["files"][_VALUES].get("sha256"):
-        raise Corrupt(f"{what} was altered after it was written; take another copy.")
+        raise Corrupt(f"{what} was altered after it was written; take another copy.", code="CKPT0405")
     found = values.decode(data, what)
     order = index["values"]
     if not _are_texts(order) or sorted(order) != sorted(found):
-        raise Corrupt(f"{what} holds other values than index.json lists; they are not from one save.")
+        raise Corrupt(f"{what} holds other values than index.json lists; they are not from one save.", code="CKPT0409")
     return {n: found[n] for n in order}
 
 
@@ -372,7 +385,8 @@ def merge_weights(ckpt: Checkpoint, source: Source) -> Checkpoint:
             parsed = next((n for n in reversed(ckpt.notes) if n.startswith("names are kept")), "")
             raise Corrupt(
                 f"{what} was written with other weights than lie beside it: {len(odd)} names differ, first "
-                f'"{odd[0]}"{f" ({parsed})" if parsed else ""}. Remove {FOLDER} to read the weights alone.'
+                f'"{odd[0]}"{f" ({parsed})" if parsed else ""}. Remove {FOLDER} to read the weights alone.',
+                code="CKPT0409",
             )
         model = listed
     out = replace(ckpt, tensors={**{joined(t.path): t for t in model.values()}, **rest})

@@ -84,7 +84,8 @@ def _named_as_on_hub(ckpt: Checkpoint, source: Source, options: WriteOptions) ->
         if getattr(options.of(HfOptions), name):
             raise UsageError(
                 f"{argument('quantize', options.quantize)} writes a model for inference; leave "
-                f"{argument(name, True, 'HfOptions')} out."
+                f"{argument(name, True, 'HfOptions')} out.",
+                code="CKPT0204",
             )
     config = model_files.find_model_files(source, options.config, [])[0]
     model = {joined(t.path[1:]): t for t in ckpt.tensors.values() if t.path[0] == "model"}
@@ -172,7 +173,8 @@ def _without_quantization(
             raise Unsupported(
                 f'{len(left):,} weights are codes still, first "{left[0]}", and the quantization_config of '
                 f"config.json ({method}) has no list for the {len(ckpt.dequantized):,} that are not. Dequantise all: "
-                f"{argument('dequantize', ['*'])}."
+                f"{argument('dequantize', ['*'])}.",
+                code="CKPT0318",
             )
         modules = [n.removeprefix("model.").rpartition(".")[0] for n in ckpt.dequantized]
         config = {**config, "quantization_config": {**stated, key: [*(stated.get(key) or []), *modules]}}
@@ -257,7 +259,8 @@ def _untie_config(
     if config is None or "config.json" not in extra:
         raise Unsupported(
             f"{argument('untie', True, 'HfOptions')} changes config.json, and there is none beside the source. Give "
-            f"{argument('config')}."
+            f"{argument('config')}.",
+            code="CKPT0312",
         )
     return _with_config_value(config, extra, "tie_word_embeddings", False)
 
@@ -290,12 +293,14 @@ def write_file(ckpt: Checkpoint, source: Source, options: WriteOptions) -> Draft
         if asked:
             raise UsageError(
                 f"{argument(name, True)} writes several files, but the destination {options.target!r} is one. Give the "
-                "name of a folder."
+                "name of a folder.",
+                code="CKPT0211",
             )
     if own.max_shard_bytes != HfOptions.max_shard_bytes:
         raise UsageError(
             f"{argument('max_shard_bytes', own.max_shard_bytes)} splits weights into files, but the destination "
-            f"{options.target!r} is one. Give the name of a folder."
+            f"{options.target!r} is one. Give the name of a folder.",
+            code="CKPT0211",
         )
     notes: list[str] = []
     config, extra = _config_files(ckpt, source, options, [])
@@ -359,13 +364,15 @@ def _weights_to_write(
     model = _as_dense_tensors(ckpt, objects)
     if not model:
         raise Unsupported(
-            f"the checkpoint holds no model weights, and hf holds nothing else.{describe_weights_elsewhere(ckpt)}"
+            f"the checkpoint holds no model weights, and hf holds nothing else.{describe_weights_elsewhere(ckpt)}",
+            code="CKPT0317",
         )
     if objects and options.of(HfOptions).include_optimizer:
         raise Unsupported(
             f'"{next(iter(objects))}" is a {class_label(next(iter(objects.values())).about)}: hf holds quantised '
             "weights "
-            f"without the optimizer. Leave out {argument('include_optimizer', True, 'HfOptions')}, or choose dcp."
+            f"without the optimizer. Leave out {argument('include_optimizer', True, 'HfOptions')}, or choose dcp.",
+            code="CKPT0319",
         )
     rest = {n: replace(t, dtype=options.cast(n, t.dtype)) for n, t in ckpt.tensors.items() if t.path[0] != "model"}
     dropped = [Dropped(n, t.nbytes, "hf holds weights only") for n, t in rest.items()]
@@ -432,7 +439,8 @@ def _take_apart_objects(
         if (view is not None and view.of in objects and not whole) or (name in objects and not whole):
             raise Unsupported(
                 f'"{view.of if view else name}" is quantised, and on the Hub it is "{name}", or a part of it. Choose '
-                "dcp or full."
+                "dcp or full.",
+                code="CKPT0318",
             )
         if name in objects:
             inside = flat_names(name, objects[name])
@@ -513,7 +521,7 @@ def _check_names(
             )
         return relation if asks and not coded else None
     if not allowed:
-        raise Unsupported(text)
+        raise Unsupported(text, code="CKPT0311")
     notes.append(text.partition(" from_pretrained would")[0])
     return relation if asks and not coded else None
 
@@ -607,7 +615,8 @@ def _hub_tensors(
             if digests["a"] != digests["b"]:
                 raise Unsupported(
                     f'config.json ties "{name}" to "{kept}", but their bytes differ; loading would lose one of them. '
-                    f"Write both with {argument('untie', True, 'HfOptions')}, or find out which of them is right."
+                    f"Write both with {argument('untie', True, 'HfOptions')}, or find out which of them is right.",
+                    code="CKPT0320",
                 )
         del out[name]
         gone["model." + name] = "model." + kept
@@ -629,7 +638,8 @@ def _refuse_unstated(model: dict[str, TensorEntry], config: dict[str, Any], file
             f'{found.summary()}; first "{next(iter(found.weights))}". config.json has no quantization_config, so '
             f"that from_pretrained would take the codes for the weights. Give {argument('config')} the folder of the "
             "quantised model. To write them as they are, for code that knows them, use "
-            f"{argument('allow_name_mismatch', True, 'HfOptions')}."
+            f"{argument('allow_name_mismatch', True, 'HfOptions')}.",
+            code="CKPT0318",
         )
 
 

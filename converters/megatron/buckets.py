@@ -119,11 +119,12 @@ def _collect_buckets(ckpt: Checkpoint) -> list[Bucket]:
         of.setdefault(name, Bucket(name, group, {})).slots[slot] = t
     for b in of.values():
         if "param" not in b.slots or any(len(t.shape) != 1 or t.shape != b.param.shape for t in b.slots.values()):
-            raise Corrupt(f'"{b.name}" has not one flat tensor of each kind, of equal lengths.')
+            raise Corrupt(f'"{b.name}" has not one flat tensor of each kind, of equal lengths.', code="CKPT0417")
         if "float" not in b.param.dtype:
             raise Unsupported(
                 f'"{b.name}.param" is {b.param.dtype}: the remainders of the weights (store_param_remainders), which '
-                "name no parameter. Save with fully_reshardable, or convert the weights alone."
+                "name no parameter. Save with fully_reshardable, or convert the weights alone.",
+                code="CKPT0327",
             )
     return sorted(of.values(), key=lambda b: [int(n) for n in re.findall(r"_idx_(\d+)", b.name)])
 
@@ -223,7 +224,8 @@ def _find_segments(found: list[Bucket], weights: Mapping[str, TensorEntry], sour
                 )
                 raise Unsupported(
                     f'The optimizer\'s segment at element {at} of "{b.name}" {why}, so nothing tells whose moments '
-                    "these are. Save with fully_reshardable, or convert the weights alone."
+                    "these are. Save with fully_reshardable, or convert the weights alone.",
+                    code="CKPT0327",
                 )
             b.segments.append(fitting[0])
             at = -(-fitting[0].last // ALIGNED) * ALIGNED
@@ -266,7 +268,7 @@ def _gather_boxes(t: TensorEntry, local: LocalBoxes) -> TensorEntry:
             if (both := boxes.intersect((c.start, c.shape), box)) is None or not prod(both[1]):
                 continue
             if c.zstd is not None:
-                raise Corrupt("a chunk of Megatron-Core is compressed, which no version of it writes.")
+                raise Corrupt("a chunk of Megatron-Core is compressed, which no version of it writes.", code="CKPT0406")
             inside = [a - b for a, b in zip(both[0], c.start, strict=True)]
             steps = c.strides or boxes.strides(c.shape)
             offset = c.extent.offset + sum(a * s for a, s in zip(inside, steps, strict=True)) * ITEMSIZE[t.dtype]
@@ -401,7 +403,8 @@ def _ambiguous(gap: list[tuple[Segment, Bucket]]) -> Unsupported:
         f'The optimizer\'s segment at element {segment.first} of "{b.name}" has no name in this format '
         "(dp_reshardable), "
         f"and it fits several weights that are equal: {shown}. Nothing proves whose moments these are. Save with "
-        "fully_reshardable, or convert the weights alone."
+        "fully_reshardable, or convert the weights alone.",
+        code="CKPT0327",
     )
 
 
@@ -454,7 +457,9 @@ def entries_of_parameters(
                 path: Path = ("extra", "master", name) if slot == "param" else ("optim", "state", name, slot)
                 entry = out.get(path) or TensorEntry(t.dtype, whole, path, Chunks(len(whole)))
                 if entry.dtype != t.dtype:
-                    raise Corrupt(f'"{joined(path)}" is {t.dtype} on some ranks, and {entry.dtype} on others.')
+                    raise Corrupt(
+                        f'"{joined(path)}" is {t.dtype} on some ranks, and {entry.dtype} on others.', code="CKPT0412"
+                    )
                 add_segment(entry.chunks, segment.chosen, t, segment)
                 out[path] = entry
     several = {f"{k}:{i}": t for k, some in enumerate(copies.values()) if len(some) > 1 for i, t in enumerate(some)}

@@ -221,12 +221,14 @@ def _open_section(source: Source, folder: str, options: ReadOptions) -> _Section
         raise Corrupt(
             f"{inner.root} is a folder of Megatron-Core, and its metadata.json {fault}. The copy is incomplete: fetch "
             'that file. Where no copy of it is left, it is this line: {"sharded_backend": "torch_dist", '
-            '"sharded_backend_version": 1, "common_backend": "torch", "common_backend_version": 1}'
+            '"sharded_backend_version": 1, "common_backend": "torch", "common_backend_version": 1}',
+            code="CKPT0401",
         )
     if backend != "torch_dist":
         raise Unsupported(
             f"{inner.root}: metadata.json names the format {backend!r}; ckpttool reads torch_dist. Load the checkpoint "
-            "in the Megatron-Core that wrote it, and save it with torch_dist."
+            "in the Megatron-Core that wrote it, and save it with torch_dist.",
+            code="CKPT0329",
         )
     ckpt = dcp.read(Place(inner, None), ReadOptions(salvage=options.salvage))
     out = _Section(folder, inner, ckpt)
@@ -266,7 +268,8 @@ class _State:
         for key, inside in section.objects.items():
             if key in self.objects:
                 raise Corrupt(
-                    f'{section.source.root} holds "{key}", and another folder of the same checkpoint does too.'
+                    f'{section.source.root} holds "{key}", and another folder of the same checkpoint does too.',
+                    code="CKPT0411",
                 )
             self.objects[key] = {
                 p: replace(x, chunks=x.chunks.moved(first)) if isinstance(x, TensorEntry) else x
@@ -304,7 +307,8 @@ class _State:
         if not options.salvage:
             raise Corrupt(
                 f"{fault}. The copy is incomplete: fetch that file; {argument('only', ['model'])} reads the weights "
-                "alone."
+                "alone.",
+                code="CKPT0401",
             )
         self.notes.append(f"{fault}: these are lost")
 
@@ -326,7 +330,8 @@ class _State:
             if path in self.leaves and self.leaves[path] != leaf:
                 raise Corrupt(
                     f'{what}: "{joined(path)}" is {short(leaf)}, and another folder of the same checkpoint says '
-                    f"{short(self.leaves[path])}."
+                    f"{short(self.leaves[path])}.",
+                    code="CKPT0409",
                 )
             self.leaves[path] = leaf
         self.records += records
@@ -335,7 +340,7 @@ class _State:
 def _refuse_second(found: Mapping[Path, object], path: Path, section: _Section) -> None:
     """Raise Corrupt if `found` has the canonical path already, so that two keys mean one tensor."""
     if path in found:
-        raise Corrupt(f'{section.source.root}: two keys mean "{joined(path)}".')
+        raise Corrupt(f'{section.source.root}: two keys mean "{joined(path)}".', code="CKPT0416")
 
 
 def _entries(section: _Section, located: bool) -> dict[Path, TensorEntry]:
@@ -365,7 +370,9 @@ def _entries(section: _Section, located: bool) -> dict[Path, TensorEntry]:
             out[key.path] = t
             continue
         if not t.shape:
-            raise Corrupt(f'{section.source.root}: "{k}" is of all layers by its name, and has no axis for them.')
+            raise Corrupt(
+                f'{section.source.root}: "{k}" is of all layers by its name, and has no axis for them.', code="CKPT0412"
+            )
         for i in range(t.shape[0]):
             path = key.of_layer(i)
             _refuse_second(out, path, section)
@@ -420,7 +427,8 @@ def _take_objects(leaves: Leaves, objects: Mapping[str, Mapping[Path, Any]]) -> 
             raise Unsupported(
                 f'The optimizer is stored as "{key}", one object for each data-parallel group '
                 "(dp_zero_gather_scatter), which only the job that wrote it can cut. Save with fully_reshardable, or "
-                "convert the weights alone."
+                "convert the weights alone.",
+                code="CKPT0327",
             )
     if groups:
         _take_groups(leaves, groups)
@@ -439,7 +447,8 @@ def _take_groups(leaves: Leaves, groups: Mapping[str, tuple[Any, int]]) -> None:
         first = of.setdefault(chained, (key, data))
         if first[1] != data:
             raise Unsupported(
-                f'"{first[0]}" and "{key}" hold different param groups, so the ranks did not train with one optimizer.'
+                f'"{first[0]}" and "{key}" hold different param groups, so the ranks did not train with one optimizer.',
+                code="CKPT0328",
             )
     tree = common_tree({"optimizer": {i: {"optimizer": data} for i, (_, data) in of.items()}}, "the param groups")
     leaves |= stored_tensors.leaves(tree, (), 0, _no_bytes, "the param groups")[0]
@@ -458,14 +467,14 @@ def _unwrap_object(inside: Mapping[Path, Any], key: str, may_have_tensors: bool 
         Corrupt: it is no list of one.
     """
     if not may_have_tensors and any(isinstance(x, TensorEntry) for x in inside.values()):
-        raise Unsupported(f'"{key}" holds tensors, where Megatron-Core keeps numbers and text.')
+        raise Unsupported(f'"{key}" holds tensors, where Megatron-Core keeps numbers and text.', code="CKPT0307")
     tree = inside[()] if () in inside else nest(inside)
     if not isinstance(tree, list) or len(tree) != 1:
-        raise Corrupt(f'"{key}" is not a list of one object.')
+        raise Corrupt(f'"{key}" is not a list of one object.', code="CKPT0406")
     out: object = tree[0]
     return out
 
 
 def _no_bytes(at: int, n: int) -> bytes:
     """Raise Corrupt, in place of a function that reads bytes: an object of a rank has no bytes outside of itself."""
-    raise Corrupt("an object of a rank refers to bytes outside of it.")
+    raise Corrupt("an object of a rank refers to bytes outside of it.", code="CKPT0406")

@@ -147,7 +147,8 @@ def _join_halves(path: Path, both: Mapping[str, TensorEntry]) -> TensorEntry:
     ):
         raise Corrupt(
             f'"{joined(path)}" is stored as two halves, and '
-            f"{'one is missing' if len(both) < 2 else 'they are not alike'}."
+            f"{'one is missing' if len(both) < 2 else 'they are not alike'}.",
+            code="CKPT0412",
         )
     first, second = both["w"], both["v"]
     out, rows = Chunks(len(first.shape)), first.shape[0]

@@ -172,7 +172,9 @@ def common_tree(tree: object, what: str) -> dict[str, object]:
         Corrupt: it is not a dict, or its optimizer has another form than Megatron-Core's.
     """
     if not isinstance(tree, dict) or not all(isinstance(k, str) for k in tree):
-        raise Corrupt(f"{what}: holds {short(tree)}, not the common state of a Megatron-Core checkpoint.")
+        raise Corrupt(
+            f"{what}: holds {short(tree)}, not the common state of a Megatron-Core checkpoint.", code="CKPT0406"
+        )
     out: dict[str, Any] = {}
     extra: dict[str, Any] = {}
     ours: dict[str, dict[str, object]] = {}
@@ -190,7 +192,7 @@ def common_tree(tree: object, what: str) -> dict[str, object]:
         elif key == "ckpttool" and isinstance(x, dict):  # what Megatron-Core has no place for (megatron/write.py)
             for component, more in x.items():
                 if component not in COMPONENTS or not isinstance(more, dict):
-                    raise Corrupt(f"{what}: its entry ckpttool is not what ckpttool writes.")
+                    raise Corrupt(f"{what}: its entry ckpttool is not what ckpttool writes.", code="CKPT0406")
                 ours[component] = more
         elif key != "content_metadata":
             extra[key] = x
@@ -222,19 +224,19 @@ def _take_optimizer(x: object, out: dict[str, Any], extra: dict[str, Any], what:
     groups: list[Any] = []
     for number, one in enumerate(chain):
         if not isinstance(one, dict):
-            raise Corrupt(f"{what}: its optimizer is {short(one)}.")
+            raise Corrupt(f"{what}: its optimizer is {short(one)}.", code="CKPT0417")
         inner = one.get("optimizer", one)
         if not isinstance(inner, dict):
-            raise Corrupt(f"{what}: its optimizer holds {short(inner)}.")
+            raise Corrupt(f"{what}: its optimizer holds {short(inner)}.", code="CKPT0417")
         state = inner.get("state") or {}
         if not isinstance(state, dict):
-            raise Corrupt(f"{what}: the state of its optimizer is {short(state)}.")
+            raise Corrupt(f"{what}: the state of its optimizer is {short(state)}.", code="CKPT0417")
         step = state.get("common_step")
         if not isinstance(listed := inner.get("param_groups", ()), (list, tuple)):
-            raise Corrupt(f"{what}: the param groups of its optimizer are {short(listed)}.")
+            raise Corrupt(f"{what}: the param groups of its optimizer are {short(listed)}.", code="CKPT0417")
         for group in listed:
             if not isinstance(group, dict):
-                raise Corrupt(f"{what}: a param group of its optimizer is {short(group)}.")
+                raise Corrupt(f"{what}: a param group of its optimizer is {short(group)}.", code="CKPT0417")
             groups.append(
                 {
                     **{k: v for k, v in group.items() if k != "params"},

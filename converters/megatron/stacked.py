@@ -27,7 +27,9 @@ def add_box(out: Chunks, t: TensorEntry, row: int, start: tuple[int, ...], shape
     """
     c = t.chunks
     if row in c.zstd or row in c.strides:
-        raise Corrupt("a chunk of Megatron-Core is compressed or not contiguous, which no version of it writes.")
+        raise Corrupt(
+            "a chunk of Megatron-Core is compressed or not contiguous, which no version of it writes.", code="CKPT0406"
+        )
     item = ITEMSIZE[t.dtype]
     out.add(start, shape, c.file[row], c.offset[row] + at * item, prod(shape) * item)
 
@@ -62,14 +64,16 @@ def unflatten_ranges(t: TensorEntry, whole: tuple[int, ...], what: str) -> Tenso
     """
     grid, n = t.shape[:-1], t.shape[-1] if t.shape else 0
     if len(grid) != len(whole) or not all(grid) or any(a % b for a, b in zip(whole, grid, strict=True)):
-        raise Corrupt(f"{what}: {list(whole)} is not a grid of {list(grid)} boxes.")
+        raise Corrupt(f"{what}: {list(whole)} is not a grid of {list(grid)} boxes.", code="CKPT0412")
     box = tuple(a // b for a, b in zip(whole, grid, strict=True))
     if prod(box) != n:
-        raise Corrupt(f"{what}: boxes of {list(box)} have {prod(box)} elements, and {n} are stored of each.")
+        raise Corrupt(
+            f"{what}: boxes of {list(box)} have {prod(box)} elements, and {n} are stored of each.", code="CKPT0412"
+        )
     out = Chunks(len(whole))
     for row, (start, shape) in enumerate(t.chunks.boxes()):
         if prod(shape[:-1]) != 1:
-            raise Corrupt(f"{what}: a chunk spans several boxes.")
+            raise Corrupt(f"{what}: a chunk spans several boxes.", code="CKPT0412")
         first = start[-1]
         corner = tuple(k * b for k, b in zip(start[:-1], box, strict=True))
         at = 0

@@ -290,7 +290,10 @@ def _optimizer_state(ckpt: Checkpoint, values: _Values, notes: list[str]) -> obj
     steps = dict.fromkeys(float(x) for x in values.steps.values() if isinstance(x, (int, float)))
     if len(steps) > 1:
         several = ", ".join(f"{s:g}" for s in list(steps)[:4])
-        raise Unsupported(f"Parameters are at different steps ({several}); Megatron-Core has one step for all of them.")
+        raise Unsupported(
+            f"Parameters are at different steps ({several}); Megatron-Core has one step for all of them.",
+            code="CKPT0316",
+        )
 
     # the groups, which Megatron-Core finds in a checkpoint by their identifiers, and fills by its own rule
     groups = [g for _, g in sorted(values.groups.items())]
@@ -310,13 +313,15 @@ def _optimizer_state(ckpt: Checkpoint, values: _Values, notes: list[str]) -> obj
             raise Unsupported(
                 f'"{odd[0]}" is in a param group with{"out" if g.get("wd_mult") == 0.0 else ""} weight decay, and '
                 "Megatron-Core would put it into the other one when it loads. Leave the optimizer out, or change the "
-                "groups in the job that saves."
+                "groups in the job that saves.",
+                code="CKPT0316",
             )
         if steps and g.setdefault("step", step := next(iter(steps))) != step:
             raise Unsupported(
                 f'A param group has the option "step" {short(g["step"])}, and its parameters are at step {step:g}; '
                 f"Megatron-Core keeps the step in the group alone. {argument('only', ['model'])} leaves the optimizer "
-                "out."
+                "out.",
+                code="CKPT0316",
             )
 
     # one optimizer, or a chain of several
@@ -349,14 +354,16 @@ def _to_megatron_groups(
     if not alike:
         raise Unsupported(
             "The optimizer has no param groups, and Megatron-Core loads its hyperparameters from there. Leave the "
-            "optimizer out."
+            "optimizer out.",
+            code="CKPT0316",
         )
     decays = {g.get("weight_decay", 0.0) for g in groups} - {0.0}
     odd = next((k for g in alike[1:] for k in {**alike[0], **g} if g.get(k) != alike[0].get(k)), None)
     if odd or len(decays) > 1:
         raise Unsupported(
             f"The param groups differ in {odd or 'weight_decay'!r}; Megatron-Core has one group with weight decay and "
-            "one without, which are alike otherwise. Leave the optimizer out, or give all groups the same."
+            "one without, which are alike otherwise. Leave the optimizer out, or give all groups the same.",
+            code="CKPT0316",
         )
     bare = [
         n
@@ -374,7 +381,8 @@ def _to_megatron_groups(
     if lighter:
         raise Unsupported(
             f'"{lighter[0]}" has no weight decay, and Megatron-Core would give it some: it spares biases and '
-            "parameters of one dimension alone. Leave the optimizer out."
+            "parameters of one dimension alone. Leave the optimizer out.",
+            code="CKPT0316",
         )
     if bare and any(
         n in bare for g, names in zip(groups, members, strict=True) if g.get("weight_decay") for n in names

@@ -160,7 +160,8 @@ def _find_items(
         if other[0] != name:
             raise Corrupt(
                 f"{source.root}: {other[0]} and {name} both belong to rank {m['rank']}. Remove the one that is not of "
-                "this save."
+                "this save.",
+                code="CKPT0411",
             )
     for name, item in list(out.items()):
         if not _is_needed(name, only):
@@ -177,13 +178,17 @@ def _find_items(
             if rank not in ranks or not source.exists(file):
                 raise Corrupt(
                     f"{source.root} has no {file}, the file of rank {rank}. The copy is incomplete; fetch the files of "
-                    "all ranks."
+                    "all ranks.",
+                    code="CKPT0402",
                 )
             if source.size(file) == 0:
-                raise Corrupt(f"{source.root}/{file} is empty: the save was interrupted. Take an earlier step.")
+                raise Corrupt(
+                    f"{source.root}/{file} is empty: the save was interrupted. Take an earlier step.", code="CKPT0404"
+                )
     if not out and only is None:
         raise Corrupt(
-            f"{source.root} has {METADATA}, which lists no items, and no <item>_<rank>.pt. The copy is incomplete."
+            f"{source.root} has {METADATA}, which lists no items, and no <item>_<rank>.pt. The copy is incomplete.",
+            code="CKPT0401",
         )
     return out
 
@@ -254,7 +259,8 @@ class _Reading:
                     raise Unsupported(
                         f'{self.files.path(r.file)}: "{item}.{joined(path)}" is a {class_label(about)}, which ckpttool '
                         "reads from dcp and full only. Save it with torch.distributed.checkpoint, or leave the item "
-                        "out."
+                        "out.",
+                        code="CKPT0319",
                     )
 
     def _read_tree(self, file: str, kind: str) -> object:
@@ -289,7 +295,10 @@ class _Reading:
         if found is None:
             found = self._names[id(item)] = {".".join(k): k for k in item.tensors}
             if len(found) < len(item.tensors):
-                raise Unsafe(f"{self.source.root}/{METADATA}: two tensors of an item have one name, joined by dots.")
+                raise Unsafe(
+                    f"{self.source.root}/{METADATA}: two tensors of an item have one name, joined by dots.",
+                    code="CKPT0703",
+                )
         return found
 
     def _assemble_listed_tensor(
@@ -312,22 +321,27 @@ class _Reading:
         for group in groups:
             if (group.shape, group.dtype) != (shape, dtype):
                 raise Corrupt(
-                    f'{what}: "{name}" is {dtype} {shape} on some ranks and {group.dtype} {group.shape} on others.'
+                    f'{what}: "{name}" is {dtype} {shape} on some ranks and {group.dtype} {group.shape} on others.',
+                    code="CKPT0409",
                 )
             for rank in group.ranks:
                 try:
                     pieces, local = group.pieces(rank)
                 except Unsupported as e:
-                    raise Unsupported(f'{what}: "{name}" has {e}, which a checkpoint cannot hold.') from None
+                    raise Unsupported(
+                        f'{what}: "{name}" has {e}, which a checkpoint cannot hold.', code="CKPT0319"
+                    ) from None
                 except (KeyError, TypeError, ValueError, IndexError) as e:
                     raise Corrupt(
-                        f'{what}: what it says of "{name}" on rank {rank} does not hold together ({e}).'
+                        f'{what}: what it says of "{name}" on rank {rank} does not hold together ({e}).',
+                        code="CKPT0406",
                     ) from None
                 if rank not in found:
                     if any(all(p.shape) for p in pieces):
                         raise Corrupt(
                             f'{self.source.root}: the file of rank {rank} has no "{name}", which {METADATA} lists. '
-                            "They are from different saves."
+                            "They are from different saves.",
+                            code="CKPT0409",
                         )
                     continue
                 r, x = found[rank]
@@ -338,16 +352,18 @@ class _Reading:
                     raise Corrupt(
                         f'{self.files.path(r.file)}: "{name}" is {tensor.dtype} {tensor.shape} there, and {METADATA} '
                         f"leaves this rank {dtype} {local} of {shape}. The file and its metadata are from different "
-                        "saves."
+                        "saves.",
+                        code="CKPT0409",
                     )
                 for piece in pieces:
                     self._add_box(chunks, seen, name, r, tensor, piece)
         if not shape and not seen:
-            raise Corrupt(f'{self.source.root}: no rank has "{name}".')
+            raise Corrupt(f'{self.source.root}: no rank has "{name}".', code="CKPT0408")
         why = boxes.find_cover_problem(shape, chunks.boxes())
         if why is not None:
             raise Corrupt(
-                f'{self.source.root}: "{name}" {shape}: {why}. Files of ranks are missing or from other saves.'
+                f'{self.source.root}: "{name}" {shape}: {why}. Files of ranks are missing or from other saves.',
+                code="CKPT0408",
             )
         return TensorEntry(dtype, shape, path, chunks)
 
@@ -372,17 +388,21 @@ class _Reading:
             if stated.shape != shape or (stated.rank is not None and stated.rank != r.rank):
                 raise Corrupt(
                     f'{self.files.path(r.file)}: "{name}" is of rank {stated.rank} and of shape {stated.shape}; '
-                    f"{METADATA} says {r.rank} and {shape}. Files of ranks were exchanged, or are from different saves."
+                    f"{METADATA} says {r.rank} and {shape}. Files of ranks were exchanged, or are from different "
+                    "saves.",
+                    code="CKPT0410",
                 )
             if [start for start, _ in stated.pieces] != starts:
                 raise Corrupt(
                     f'{self.files.path(r.file)}: "{name}" begins at {[list(s) for s, _ in stated.pieces]} there, and '
-                    f"{METADATA} says {[list(s) for s in starts]}. The file and its metadata are from different saves."
+                    f"{METADATA} says {[list(s) for s in starts]}. The file and its metadata are from different saves.",
+                    code="CKPT0409",
                 )
             x = local_tensor(x)
         if not isinstance(x, StoredTensor):
             raise Corrupt(
-                f'{self.files.path(r.file)}: "{name}" is {short(x)} there, and {METADATA} says that it is a tensor.'
+                f'{self.files.path(r.file)}: "{name}" is {short(x)} there, and {METADATA} says that it is a tensor.',
+                code="CKPT0412",
             )
         return x
 
@@ -406,7 +426,8 @@ class _Reading:
         ):
             raise Corrupt(
                 f'{self.files.path(r.file)}: "{name}" is {tensor.shape} there, and {METADATA} has a box at '
-                f"{piece.local} of {piece.shape}."
+                f"{piece.local} of {piece.shape}.",
+                code="CKPT0412",
             )
         at = tensor.at + ITEMSIZE[tensor.dtype] * sum(a * s for a, s in zip(piece.local, tensor.strides, strict=True))
         part = tensor._replace(shape=piece.shape, at=at)
@@ -428,7 +449,10 @@ class _Reading:
         name = joined(path)
         (r, first), *others = column
         if not isinstance(first, StoredTensor):
-            raise Corrupt(f'{self.files.path(r.file)}: "{name}" is {short(first)} there, and a tensor on other ranks.')
+            raise Corrupt(
+                f'{self.files.path(r.file)}: "{name}" is {short(first)} there, and a tensor on other ranks.',
+                code="CKPT0412",
+            )
         whole = first.storage.length == first.span
         for other, x in others:
             same = (
@@ -441,7 +465,8 @@ class _Reading:
                     f'{self.files.path(other.file)}: "{name}" is a plain tensor that differs from that of rank '
                     f"{r.rank}, and no {METADATA} says whether they are copies or parts: the item was saved without a "
                     f"resharder. If they are copies, use {argument('allow_equal_ranks', True)}: those of the first "
-                    "rank are taken."
+                    "rank are taken.",
+                    code="CKPT0325",
                 )
         return self.files.entry(r.file, first)
 
@@ -457,7 +482,8 @@ class _Reading:
             if any(is_sharded(y) for y in _walk(x)):
                 raise Unsupported(
                     f'{self.files.path(r.file)}: "{joined(path)}" holds a DTensor inside a tuple, which has no name of '
-                    "its own."
+                    "its own.",
+                    code="CKPT0319",
                 )
             data.append((r.rank, stored_tensors.inline_tensors(x, self.files.reader(r.file), self.files.path(r.file))))
         out = {path: data[0][1]}

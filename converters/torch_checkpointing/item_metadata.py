@@ -82,7 +82,7 @@ class Placed:
             if kind == "Replicate":
                 continue
             if kind not in ("Shard", "StridedShard"):
-                raise Unsupported(f"a placement of type {pickles.short(kind)}")
+                raise Unsupported(f"a placement of type {pickles.short(kind)}", code="CKPT0319")
             cuts.append(
                 PlacementCut(placement["dim"], n, k, placement["split_factor"] if kind == "StridedShard" else 1)
             )
@@ -125,12 +125,14 @@ def read_metadata(source: Source) -> tuple[int, dict[str, Item]]:
     what = f"{source.root}/{METADATA}"
     data = source.read_all(METADATA, _MOST_BYTES)
     if not data:
-        raise Corrupt(f"{what} is empty: the save was interrupted. Take an earlier step.")
+        raise Corrupt(f"{what} is empty: the save was interrupted. Take an earlier step.", code="CKPT0404")
     try:
         found = pickles.load(data, what=what)[0]
         return _parse_metadata(found, what)
     except (KeyError, TypeError, ValueError, AttributeError) as e:
-        raise Corrupt(f"{what}: not the metadata of torch_checkpointing ({type(e).__name__}: {e}).") from None
+        raise Corrupt(
+            f"{what}: not the metadata of torch_checkpointing ({type(e).__name__}: {e}).", code="CKPT0406"
+        ) from None
 
 
 def _parse_metadata(found: Any, what: str) -> tuple[int, dict[str, Item]]:
@@ -145,7 +147,8 @@ def _parse_metadata(found: Any, what: str) -> tuple[int, dict[str, Item]]:
         raise ValueError(f"world_size {pickles.short(world)}")
     if version not in ("1.0", "2.0"):
         raise Unsupported(
-            f"{what} has version {pickles.short(version)}; ckpttool reads 1.0 and 2.0. Use a newer ckpttool."
+            f"{what} has version {pickles.short(version)}; ckpttool reads 1.0 and 2.0. Use a newer ckpttool.",
+            code="CKPT0329",
         )
     items: dict[str, Item] = {}
     if version == "1.0":
@@ -187,7 +190,8 @@ def _file_of_rank(name: str, rank: int, layout: Any, what: str) -> tuple[str, st
     if kind is None or not isinstance(layout["file_path"], str):
         raise Unsupported(
             f'{what}: "{name}" is stored as {pickles.short(layout["serialization_format"])}, which ckpttool does not '
-            "know."
+            "know.",
+            code="CKPT0329",
         )
     return layout["file_path"], kind
 
@@ -204,7 +208,8 @@ def _parse_placed(group: Any, what: str) -> Placed:
     if kind not in ("DTensorShardingMetadata", "default_tensor_v1"):
         raise Unsupported(
             f"{what}: a tensor is described by {pickles.short(kind)}, a class of the job that saved it; ckpttool reads "
-            "DTensorShardingMetadata and default_tensor_v1. Save with torch_checkpointing's own resharder."
+            "DTensorShardingMetadata and default_tensor_v1. Save with torch_checkpointing's own resharder.",
+            code="CKPT0329",
         )
     return Placed(
         _parse_integers(group["ranks"]),

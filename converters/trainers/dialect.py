@@ -278,7 +278,8 @@ def _read_checkpoint(source: Source, part: DirectoryPart, options: ReadOptions, 
             raise UsageError(
                 f"{argument('tag', options.tag)} chooses one of several saves of an engine; the folders of "
                 f"{source.root} are the models of one save, and all are read. Give {source.root}/{options.tag} for one "
-                "of them."
+                "of them.",
+                code="CKPT0205",
             )
         found = layouts.find(part.layout).read(where, replace(options, beside=False))
         found.notes.append(f"the model and the optimizer are a save of DeepSpeed, {found.layout}")
@@ -292,7 +293,8 @@ def _read_checkpoint(source: Source, part: DirectoryPart, options: ReadOptions, 
         asked = options.only is not None and "optim" in options.only
         if part.optional or asked or not any(n.startswith(KEEPS_NUMBERS) for n in found.notes):
             raise Unsupported(
-                f"{source.root}/{part.name}: {' '.join(found.notes) or 'it holds no state of an optimizer.'}"
+                f"{source.root}/{part.name}: {' '.join(found.notes) or 'it holds no state of an optimizer.'}",
+                code="CKPT0330",
             )
         found = _as_data(found, (part.name.rpartition("/")[2].partition(".")[0], "optimizer"))
     if part.component == "optim" and not part.whole:
@@ -341,7 +343,8 @@ def _refuse_weights(what: str, paths: Iterable[Path], whole: Checkpoint) -> None
     if weight is not None and any(t.path[0] == "model" for t in whole.tensors.values()):
         raise Corrupt(
             f'{what} holds "{joined(weight[1:])}", which looks like a weight, and the weights of this checkpoint are '
-            "in other files. It is another file under this name, or was changed; fetch it again."
+            "in other files. It is another file under this name, or was changed; fetch it again.",
+            code="CKPT0411",
         )
 
 
@@ -379,7 +382,8 @@ def of_one_model(ckpt: Checkpoint) -> Checkpoint:
     if several := {str(t.path[1]) for t in ckpt.tensors.values() if t.path[0] == "model" and len(t.path) > 2}:
         raise Unsupported(
             f"The source holds {len(several)} models, numbered {', '.join(sorted(several))}, each with its optimizer; "
-            "the directories of trainers are written for one. Use dcp or full, which keep all of them."
+            "the directories of trainers are written for one. Use dcp or full, which keep all of them.",
+            code="CKPT0328",
         )
     return ckpt
 
@@ -490,7 +494,7 @@ def _read_data(source: Source, part: DirectoryPart, options: ReadOptions, whole:
         tree = torch_zip.read(read_at, 0, source.size(part.name), what)
         leaves, out.records = stored_tensors.leaves(tree, (), 0, read_at, what)
     if part.layout != DATA and () in leaves:
-        raise Corrupt(f"{what} holds {short(leaves[()])}, not a dict with names.")
+        raise Corrupt(f"{what} holds {short(leaves[()])}, not a dict with names.", code="CKPT0406")
     if part.layout == _OURS:
         leaves = _parse_left_over(leaves, what)
     if part.layout == FOREIGN:
@@ -563,7 +567,8 @@ def _parse_left_over(leaves: Mapping[Path, Any], what: str) -> dict[Path, Any]:
             out[path] = data
     except (TypeError, ValueError, KeyError, IndexError) as e:
         raise Corrupt(
-            f"{what}: not a file of state that ckpttool wrote ({e!r:.80}). Remove it to go on without it."
+            f"{what}: not a file of state that ckpttool wrote ({e!r:.80}). Remove it to go on without it.",
+            code="CKPT0406",
         ) from None
     return out
 
@@ -624,7 +629,8 @@ def _refuse_second(out: Checkpoint, path: Path, part: DirectoryPart) -> None:
     if name in out.tensors or name in out.values:
         raise Corrupt(
             f'{out.root}/{part.name} holds "{name}", and another file of the directory does too. Two saves lie in one '
-            "folder, or the directory was put together by hand: give the part that counts as the path."
+            "folder, or the directory was put together by hand: give the part that counts as the path.",
+            code="CKPT0411",
         )
 
 

@@ -120,5 +120,6 @@ def refuse_missing_shards(source: Source) -> None:
                 if (other := f"pytorch_model-{i:05d}-of-{m[2]}.bin") not in names:
                     raise Corrupt(
                         f"{source.root}: {name} is one of {int(m[2])} shards, and {other} is missing. The copy is "
-                        "incomplete; fetch the folder again."
+                        "incomplete; fetch the folder again.",
+                        code="CKPT0401",
                     )

@@ -73,7 +73,8 @@ def state_drafts(
         raise Unsupported(
             f'The weights are those of an adapter, first "{adapter}". A job without FSDP reads them from '
             "adapter_model.safetensors, which this does not write. `ckpttool adapter extract` does; or choose another "
-            "state dict type."
+            "state dict type.",
+            code="CKPT0321",
         )
     numbers = numbered_parameters(ckpt, options) if kind == "ddp" else {}
     out = []
@@ -122,7 +123,8 @@ def numbered_parameters(ckpt: Checkpoint, options: WriteOptions) -> dict[str, in
     groups = [data for p, data in ckpt.leaves().items() if p[:2] == ("optim", "param_groups") and p[3:] == ("params",)]
     if any(not isinstance(g, list) or not all(isinstance(n, str) for n in g) for g in groups):
         raise Unsupported(
-            "The optimizer's param groups do not list their parameters by name, so they cannot be numbered."
+            "The optimizer's param groups do not list their parameters by name, so they cannot be numbered.",
+            code="CKPT0308",
         )
     weights = [str(t.path[1]) for t in ckpt.tensors.values() if t.path[0] == "model" and len(t.path) == 2]
     if options.like is not None and options.like.optimizer is not None:
@@ -140,7 +142,8 @@ def numbered_parameters(ckpt: Checkpoint, options: WriteOptions) -> dict[str, in
         raise Unsupported(
             f"A job without FSDP numbers the {count:,} parameters of its optimizer in the order of the model's "
             f"modules, and this checkpoint does not tell that order. Give {argument('config')} the folder or id of the "
-            f"Hugging Face model, or {argument('like')} a checkpoint that such a job saved with names."
+            f"Hugging Face model, or {argument('like')} a checkpoint that such a job saved with names.",
+            code="CKPT0308",
         )
     return {name: i for i, name in enumerate(n for g in in_order for n in g)}
 

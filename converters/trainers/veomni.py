@@ -84,7 +84,8 @@ def _parts_of_later_release(source: Source) -> list[DirectoryPart]:
         modules = sorted(m for m in inside if "ckpt" in source.list(f"model/{m}"))
         raise Unsupported(
             f"{source.root} holds {len(modules)} models: {', '.join(modules)}. Convert the folders of one, "
-            f"{source.root}/model/{modules[0]}/ckpt and its optimizer."
+            f"{source.root}/model/{modules[0]}/ckpt and its optimizer.",
+            code="CKPT0328",
         )
     out = [DirectoryPart("model/ckpt", "dcp", "model")]
     if "optimizer" in inside and ".metadata" in source.list("model/optimizer"):

@@ -51,7 +51,8 @@ def _refuse_several_optimizers(ckpt: Checkpoint, trainer: str) -> None:
         raise Unsupported(
             f"the checkpoint has several optimizers, {', '.join(others)}, and {trainer} is written with the one that "
             f"trains the whole model. Leave them out with {argument('only', ['model'])}, or write dcp or full, which "
-            "keep them as they are."
+            "keep them as they are.",
+            code="CKPT0328",
         )
 
 
@@ -153,7 +154,8 @@ def _draft_directory(
     if ckpt.salvage is None and not any(t.path[0] == "model" for t in ckpt.tensors.values()):
         raise Unsupported(
             "the checkpoint holds no model weights, and a job resumes from no directory without "
-            f"them.{describe_weights_elsewhere(ckpt)}"
+            f"them.{describe_weights_elsewhere(ckpt)}",
+            code="CKPT0317",
         )
     parts = state_drafts(ckpt, source, options, _NAMES_OF_TRAINER if name == "trainer" else _NAMES)
     rest, kept = left_over(ckpt, placed)
@@ -441,7 +443,8 @@ def write_titan(ckpt: Checkpoint, source: Source, options: WriteOptions) -> Draf
     if shared := next((n for n, t in ckpt.tensors.items() if t.path[:2] == ("optim", "param_groups")), None):
         raise Unsupported(
             f'"{shared}" is a tensor, one for all parameters of a group, and torchtitan keeps options by parameter. '
-            "Write dcp or full, or save the option as a number."
+            "Write dcp or full, or save the option as a number.",
+            code="CKPT0316",
         )
     world = options.ranks(ckpt)
     step = _count_steps(ckpt, source)

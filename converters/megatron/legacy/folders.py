@@ -57,7 +57,8 @@ def parse_rank_folder(folder: str, geometry: Geometry, root: str) -> RankNumbers
         or any(n >= k for n, k in zip((out[0], *rest), (geometry.tensor, *wanted), strict=False))
     ):
         raise Corrupt(
-            f"{root}/{folder}: is of no rank of a job of {_describe_sizes(geometry)}, which its arguments say."
+            f"{root}/{folder}: is of no rank of a job of {_describe_sizes(geometry)}, which its arguments say.",
+            code="CKPT0409",
         )
     return out
 
@@ -76,12 +77,13 @@ def refuse_missing_ranks(folders: Mapping[str, RankNumbers], geometry: Geometry,
     """
     have = set(folders.values())
     if len(have) != len(folders):
-        raise Corrupt(f"{root}: two folders are of one rank.")
+        raise Corrupt(f"{root}: two folders are of one rank.", code="CKPT0411")
     same = geometry.expert_tensor == geometry.tensor
     if geometry.expert_tensor not in (1, geometry.tensor):
         raise Unsupported(
             f"{root}: experts are cut among {geometry.expert_tensor} tensor-parallel ranks and all else among "
-            f"{geometry.tensor}; names of folders tell only one of them."
+            f"{geometry.tensor}; names of folders tell only one of them.",
+            code="CKPT0325",
         )
     if not same:  # a rank's folder has the numbers of two cuts, and each has to be whole
         have = {(t, p, e) for t, p, _ in have for _, q, e in have if p == q}
@@ -92,7 +94,8 @@ def refuse_missing_ranks(folders: Mapping[str, RankNumbers], geometry: Geometry,
         shown = ", ".join(some) + (f" and {lost - len(some)} more" if lost > len(some) else "")
         raise Corrupt(
             f"{root}: a job of {_describe_sizes(geometry)} wrote it, and {lost} of its folders are missing: {shown}. "
-            "Fetch the files of all ranks."
+            "Fetch the files of all ranks.",
+            code="CKPT0402",
         )
 
 
@@ -123,7 +126,8 @@ def refuse_exchanged(
         if geometry.expert_tensor < geometry.tensor and (n % geometry.tensor, n % geometry.expert) != (t, e):
             raise Corrupt(
                 f"{root}: by the arguments in the files, rank {n} of the job wrote {folder}, which is the folder of "
-                "another rank. Folders were exchanged or copied over others; fetch them again."
+                "another rank. Folders were exchanged or copied over others; fetch them again.",
+                code="CKPT0410",
             )
         lines.setdefault(("tensor", p, e), []).append(folder)
         lines.setdefault(("pipeline", t, e), []).append(folder)
@@ -136,7 +140,8 @@ def refuse_exchanged(
                 raise Corrupt(
                     f"{root}: by the arguments in the files, rank {wrote[a]} of the job wrote {a}, and rank {wrote[b]} "
                     f"wrote {b}. Megatron-LM numbers ranks the other way round, so folders were exchanged or copied "
-                    "over others; fetch them again."
+                    "over others; fetch them again.",
+                    code="CKPT0410",
                 )
 
 

@@ -117,7 +117,8 @@ def resolve_optimizer_names(ranks: RankedSave, ckpt: Checkpoint) -> tuple[Leaves
         if (why := boxes.find_cover_problem(t.shape, t.chunks.boxes())) is not None:
             raise Corrupt(
                 f'{source.root}: "{joined(path)}" {list(t.shape)}: {why}. A rank lacks its part; fetch the files of '
-                "one save."
+                "one save.",
+                code="CKPT0408",
             )
     if any("param" in b.slots for b in found):
         notes.append(
@@ -167,7 +168,8 @@ def _add_step(steps: dict[str, Any], name: str, state: _State, r: RankFile, rank
     if _step_identity(first, ranks) != _step_identity(state.step, ranks):
         raise Corrupt(
             f'{ranks.files.path(r.number)}: "{name}" is at another step than on other ranks. The files are '
-            "from different saves."
+            "from different saves.",
+            code="CKPT0409",
         )
 
 
@@ -182,7 +184,8 @@ def _refuse_parameters_without_state(ranks: RankedSave, found: list[Bucket]) -> 
     if without is not None:
         raise Unsupported(
             f'{ranks.files.source.root}: no {OPTIMIZER_FILE} holds the state of "{without.local.weight}", and others '
-            f"hold that of their ranks. {_advice()}"
+            f"hold that of their ranks. {_advice()}",
+            code="CKPT0327",
         )
 
 
@@ -224,14 +227,16 @@ def _refuse_missing_optimizer(ranks: RankedSave) -> None:
             name = f"{r.folder}/{layer_wise}" if layer_wise else f"{r.folder}_000/optim.pt"
             raise Unsupported(
                 f"{source.root}: the optimizer is in files of data-parallel ranks ({name}), each with a part that only "
-                f"the job that wrote it can place. {_advice()}"
+                f"the job that wrote it can place. {_advice()}",
+                code="CKPT0327",
             )
     for r in ranks.ranks:
         chain = chained_optimizers(r.tree, ranks.files.path(r.number))
         if chain and r.distributed is None and not any("state" in inner for _, inner in chain):
             raise Corrupt(
                 f"{source.root}/{r.folder}: {OPTIMIZER_FILE}, which has the state of its optimizer, is missing. Fetch "
-                f"it, or convert the weights alone ({argument('only', ['model'])})."
+                f"it, or convert the weights alone ({argument('only', ['model'])}).",
+                code="CKPT0401",
             )
 
 
@@ -255,7 +260,8 @@ def _buffers(ranks: RankedSave, r: RankFile) -> Iterator[_Buffer]:
         if not isinstance(one, dict) or one.get("buckets_coalesced") is not True:
             raise Unsupported(
                 f"{what}: is not of the form that Megatron-Core has for DistributedOptimizer since its buckets are one "
-                f"buffer (buckets_coalesced). {_advice()}"
+                f"buffer (buckets_coalesced). {_advice()}",
+                code="CKPT0327",
             )
         for i, of in one.items():
             if i == "buckets_coalesced":
@@ -270,10 +276,14 @@ def _buffers(ranks: RankedSave, r: RankFile) -> Iterator[_Buffer]:
                 if others:
                     raise Unsupported(
                         f"{what}: its buffer {i} has {short(others)} besides {', '.join(_SLOTS)}, which only the job "
-                        f"that wrote it can place. {_advice()}"
+                        f"that wrote it can place. {_advice()}",
+                        code="CKPT0327",
                     )
                 if not isinstance(kind, Global) or len(tensors) != len(_SLOTS) or len({t.shape for t in tensors}) > 1:
-                    raise Corrupt(f"{what}: its buffer {i} is {short(slots)}, not three flat tensors of equal lengths.")
+                    raise Corrupt(
+                        f"{what}: its buffer {i} is {short(slots)}, not three flat tensors of equal lengths.",
+                        code="CKPT0417",
+                    )
                 entry = {s: ranks.files.entry(number, t) for s, t in zip(_SLOTS, tensors, strict=True)}
                 yield _Buffer(Bucket(f"{r.folder}.chained_{k}.gbuf_idx_{i}.{kind.name}", r.folder, entry), kind.name)
 
@@ -324,7 +334,8 @@ def _find_parameters_in(
     raise Unsupported(
         f'{ranks.files.source.root}: the optimizer\'s buffer "{buffer.bucket.name}" ({size} elements) is not the fp32 '
         f"copies of the rank's weights in the order of the model: {whose}, and the values do not round to it. So "
-        f"nothing tells whose moments these are. {_advice()}"
+        f"nothing tells whose moments these are. {_advice()}",
+        code="CKPT0327",
     )
 
 
@@ -394,7 +405,8 @@ def _numbered_states(ranks: RankedSave, r: RankFile) -> Iterator[_State]:
                 if of is not None and len(of) != len(numbers):
                     raise Unsupported(
                         f"{what}: param group {i} has {len(numbers)} parameters, of which {len(of)} "
-                        f"have fp32 copies; nothing tells which. {_advice()}"
+                        f"have fp32 copies; nothing tells which. {_advice()}",
+                        code="CKPT0327",
                     )
                 for j, n in enumerate(numbers):
                     copy = {} if of is None else {"param": of[j]}
@@ -419,7 +431,8 @@ def _check_groups(state: dict[Any, Any], copies: object, groups: list[dict[str, 
     if state.keys() - grouped:
         raise Corrupt(
             f"{what}: its optimizer has the state of "
-            f"{short(sorted(map(str, state.keys() - grouped)))}, which are in none of its param groups."
+            f"{short(sorted(map(str, state.keys() - grouped)))}, which are in none of its param groups.",
+            code="CKPT0417",
         )
     if copies is not None and (
         not isinstance(copies, list)
@@ -427,7 +440,9 @@ def _check_groups(state: dict[Any, Any], copies: object, groups: list[dict[str, 
         or not all(isinstance(of, list) and all(isinstance(x, StoredTensor) for x in of) for of in copies)
     ):
         raise Corrupt(
-            f"{what}: the fp32 copies in its optimizer are {short(copies)}, not a list of tensors for each param group."
+            f"{what}: the fp32 copies in its optimizer are {short(copies)}, not a list of tensors for each "
+            "param group.",
+            code="CKPT0417",
         )
 
 
@@ -451,14 +466,15 @@ def _numbered_state(
     """
     what = ranks.files.path(r.number)
     if not isinstance(slots, dict):
-        raise Corrupt(f"{what}: the optimizer's state of parameter {n} is {short(slots)}.")
+        raise Corrupt(f"{what}: the optimizer's state of parameter {n} is {short(slots)}.", code="CKPT0417")
     tensors = copy | {s: x for s, x in slots.items() if isinstance(x, StoredTensor) and s != "step"}
     shapes = {x.shape for x in tensors.values()}
     odd = any(s not in tensors and s != "step" and x is not None for s, x in slots.items())
     if odd or len(shapes) != 1 or not all(x.contiguous for x in tensors.values()):
         raise Unsupported(
             f"{what}: the optimizer's state of parameter {n} is {short(slots)}, not "
-            f"contiguous tensors of one shape. {_advice()}"
+            f"contiguous tensors of one shape. {_advice()}",
+            code="CKPT0327",
         )
     flat: dict[str, TensorEntry] = {}
     for slot, x in tensors.items():
@@ -498,7 +514,8 @@ def _match_by_value(
         if key is None:
             raise Unsupported(
                 f'{ranks.files.path(r.number)}: the fp32 copy "{s.bucket.name}" {list(s.shape)} rounds to no weight of '
-                f"the rank, so nothing tells whose moments these are. {_advice()}"
+                f"the rank, so nothing tells whose moments these are. {_advice()}",
+                code="CKPT0327",
             )
         alike.setdefault(key, []).append(k)
     out: dict[int, Parameter] = {}
@@ -508,7 +525,8 @@ def _match_by_value(
             raise Unsupported(
                 f"{ranks.files.path(r.number)}: {len(some)} fp32 copies of the optimizer round to each of "
                 f"{len(candidates[key])} weights that are equal ({names}), and nothing proves which is whose. "
-                f"{_advice()}"
+                f"{_advice()}",
+                code="CKPT0327",
             )
         out |= dict(zip(some, candidates[key], strict=True))
     order = {id(p): i for i, p in enumerate(r.parameters)}
@@ -517,7 +535,8 @@ def _match_by_value(
             raise Unsupported(
                 f'{ranks.files.path(r.number)}: "{out[b].local.weight}" lies behind "{out[a].local.weight}" in a param '
                 "group, and before it in the model. Megatron-LM keeps the order, so the file is not as it wrote it. "
-                f"{_advice()}"
+                f"{_advice()}",
+                code="CKPT0327",
             )
     return [out[k] for k in range(len(states))]
 
@@ -547,7 +566,8 @@ def _match_by_rule(states: list[_State], r: RankFile, ranks: RankedSave) -> list
                 f"{ranks.files.path(r.number)}: param group {i} has the state of {len(mine)} parameters, and by "
                 f"Megatron-Core's rule for its groups {len(names)} parameters of "
                 f"{'the same' if len(mine) == len(names) else 'other'} number and other shapes belong there. There are "
-                f"no fp32 copies that would tell whose it is. {_advice()}"
+                f"no fp32 copies that would tell whose it is. {_advice()}",
+                code="CKPT0327",
             )
         out += [parameters[n] for n in names]
     return out

@@ -129,13 +129,17 @@ class RankedSave:
             )
             if entry.dtype != t.dtype:
                 raise Corrupt(
-                    f'{self.files.path(some[0][0].number)}: "{local.weight}" is {entry.dtype}, and {t.dtype} in others.'
+                    f'{self.files.path(some[0][0].number)}: "{local.weight}" is {entry.dtype}, and {t.dtype} in '
+                    "others.",
+                    code="CKPT0409",
                 )
             add_boxes(t.chunks, local, entry)
         for name, t in out.items():
             if (why := boxes.find_cover_problem(t.shape, t.chunks.boxes())) is not None:
                 raise Corrupt(
-                    f'{self.files.source.root}: "{name}" {list(t.shape)}: {why}. Ranks are missing or from other saves.'
+                    f'{self.files.source.root}: "{name}" {list(t.shape)}: {why}. Ranks are missing or from other '
+                    "saves.",
+                    code="CKPT0408",
                 )
         return out
 
@@ -191,7 +195,9 @@ def add_boxes(out: Chunks, local: LocalBoxes, entry: TensorEntry) -> None:
     elif len(local.boxes) == 1 and len(local.boxes[0][0]) == len(entry.shape):
         out.add(*local.boxes[0], c.extent.file, c.extent.offset, c.extent.length, c.strides)
     else:
-        raise Unsupported(f'"{local.weight}" is not contiguous in the file of a rank, and it is to be taken apart.')
+        raise Unsupported(
+            f'"{local.weight}" is not contiguous in the file of a rank, and it is to be taken apart.', code="CKPT0324"
+        )
 
 
 # --------------------------------------------------------------------------------------------------------- reading
@@ -213,7 +219,10 @@ def read_ranks(source: Source, optimizer: bool = True) -> RankedSave:
     args = data_of_args(trees[first][1].get("args"))
     if not isinstance(args, dict):
         if len(trees) > 1 or first != "mp_rank_00":
-            raise Unsupported(f"{source.root}/{first}: has no args, which tell how the files of the ranks go together.")
+            raise Unsupported(
+                f"{source.root}/{first}: has no args, which tell how the files of the ranks go together.",
+                code="CKPT0325",
+            )
         args = {}
     geometry = geometry_of(args)
     folders = {name: parse_rank_folder(name, geometry, source.root) for name in trees}
@@ -229,7 +238,8 @@ def read_ranks(source: Source, optimizer: bool = True) -> RankedSave:
         here, there = (format_step(_facts_of_save(files, x, arguments)[what]) for x in (r, ranks[0]))
         raise Corrupt(
             f"{files.path(r.number)}: the {what} here: {here}; in {ranks[0].folder}: "
-            f"{there}. The files are from different saves; fetch the files of one save."
+            f"{there}. The files are from different saves; fetch the files of one save.",
+            code="CKPT0409",
         )
     refuse_exchanged(folders, arguments, geometry, source.root)
 
@@ -274,7 +284,10 @@ def _load_rank_tree(files: Files, name: str) -> tuple[int, dict[str, object]]:
     """
     tree, number = load(files, name), files.number(name)
     if not isinstance(tree, dict) or not all(isinstance(k, str) for k in tree) or not any(map(_CHUNK.fullmatch, tree)):
-        raise Corrupt(f'{files.path(number)}: holds {short(tree)}, not a dict with "model" as Megatron-LM writes it.')
+        raise Corrupt(
+            f'{files.path(number)}: holds {short(tree)}, not a dict with "model" as Megatron-LM writes it.',
+            code="CKPT0406",
+        )
     return number, tree
 
 
@@ -295,11 +308,13 @@ def chained_optimizers(tree: Mapping[str, Any], what: str) -> list[tuple[dict[st
         inner = one.get("optimizer", one) if isinstance(one, dict) else None
         groups = inner.get("param_groups", []) if isinstance(inner, dict) else None
         if inner is None or not isinstance(groups, list) or not all(isinstance(g, dict) for g in groups):
-            raise Corrupt(f"{what}: its optimizer is {short(one)}, not what Megatron-Core saves.")
+            raise Corrupt(f"{what}: its optimizer is {short(one)}, not what Megatron-Core saves.", code="CKPT0417")
         for g in groups:
             numbers = g.get("params", [])
             if not isinstance(numbers, list) or not all(isinstance(n, int) for n in numbers):
-                raise Corrupt(f"{what}: the parameters of a param group are {short(numbers)}, not numbers.")
+                raise Corrupt(
+                    f"{what}: the parameters of a param group are {short(numbers)}, not numbers.", code="CKPT0417"
+                )
         out.append((one, inner))
     return out
 
@@ -352,18 +367,20 @@ def _place_models(out: RankedSave) -> None:
     for r in out.ranks:
         chunks = sorted((k for k in r.tree if _CHUNK.fullmatch(k)), key=lambda k: int(k[5:] or 0))
         if not all(isinstance(r.tree[k], dict) for k in chunks):
-            raise Corrupt(f"{out.files.path(r.number)}: its model is not a state dict.")
+            raise Corrupt(f"{out.files.path(r.number)}: its model is not a state dict.", code="CKPT0406")
         models[r.number] = [flatten_state_dict(r.tree[k], out.files.path(r.number)) for k in chunks]
         if len(chunks) != len(models[out.ranks[0].number]):
             raise Corrupt(
-                f"{out.files.path(r.number)}: has {len(chunks)} chunks of a model, and others have another number."
+                f"{out.files.path(r.number)}: has {len(chunks)} chunks of a model, and others have another number.",
+                code="CKPT0409",
             )
     if any(has_older_names(one) for some in models.values() for one in some):
         version = out.ranks[0].tree.get("checkpoint_version", 0)
         if not isinstance(version, (int, float)) or version < 2:
             raise Unsupported(
                 f"{out.files.source.root}: is of version {version} of the format, in which queries, keys and values "
-                "have another order. Load it in the Megatron-LM that wrote it, and save it with a newer one."
+                "have another order. Load it in the Megatron-LM that wrote it, and save it with a newer one.",
+                code="CKPT0329",
             )
         out.older_names = True
         models = {n: [{modern_name(k): x for k, x in one.items()} for one in some] for n, some in models.items()}
@@ -397,7 +414,8 @@ def _count_layer_offsets(
                 if len(numbers) != n or counts.setdefault((chunk, r.pipeline, head), n) != n:
                     raise Corrupt(
                         f"{out.files.path(r.number)}: has {len(numbers)} layers below {head}, up to {n - 1}, unlike "
-                        "other ranks of its stage or with gaps."
+                        "other ranks of its stage or with gaps.",
+                        code="CKPT0409",
                     )
     heads = dict.fromkeys(head for *_, head in counts)
     offsets: dict[tuple[int, int, str], int] = {}
@@ -415,7 +433,8 @@ def _count_layer_offsets(
     ):
         raise Corrupt(
             f"{out.files.source.root}: its arguments say {stated} layers, and the ranks have "
-            f"{total['decoder.layers']}. Files are from other saves."
+            f"{total['decoder.layers']}. Files are from other saves.",
+            code="CKPT0409",
         )
     return offsets
 
@@ -468,7 +487,8 @@ def _place_chunk(
             if out.shapes.setdefault(whole, part.shape) != part.shape:
                 raise Corrupt(
                     f'{out.files.path(r.number)}: "{name}" makes {list(part.shape)}, and those of other ranks '
-                    f"{list(out.shapes[whole])}."
+                    f"{list(out.shapes[whole])}.",
+                    code="CKPT0412",
                 )
             if not part.known:
                 out.unknown.add(whole)
@@ -488,14 +508,16 @@ def _refuse_unplaceable(out: RankedSave, name: str) -> None:
         raise Unsupported(
             f'{out.files.source.root}: "{name}" holds all experts of a rank in one transposed matrix '
             "(moe_use_legacy_grouped_gemm). Load it in Megatron-LM, and save it with its options ckpt-convert-format "
-            "torch_dist and ckpt-convert-save DIR."
+            "torch_dist and ckpt-convert-save DIR.",
+            code="CKPT0325",
         )
     if out.geometry.args.get("group_query_attention") and name.endswith(".linear_qkv.weight"):
         groups = out.geometry.args.get("num_query_groups")
         if isinstance(groups, int) and groups < out.geometry.tensor:
             raise Unsupported(
                 f'{out.files.source.root}: "{name}" has keys and values of {groups} groups on {out.geometry.tensor} '
-                "tensor-parallel ranks, some of which have the same ones."
+                "tensor-parallel ranks, some of which have the same ones.",
+                code="CKPT0325",
             )
 
 
@@ -546,10 +568,12 @@ def check_replicas_equal(ranks: RankedSave, names: Iterable[str], ckpt: Checkpoi
             raise Unsupported(
                 f'{ranks.files.source.root}: "{local.weight}" differs between {a} and {b}, and no rule of ckpttool '
                 "says how tensor-parallel ranks cut a parameter of this name. Load it in Megatron-LM, and save it with "
-                "its options ckpt-convert-format torch_dist and ckpt-convert-save DIR."
+                "its options ckpt-convert-format torch_dist and ckpt-convert-save DIR.",
+                code="CKPT0325",
             )
         raise Unsupported(
             f'{ranks.files.source.root}: "{local.weight}" is the same on every rank in Megatron-LM, and differs '
             f"between {a} and {b}, so that none of them is the one of the model. Fetch both again; if they differ in "
-            "the job, too, load it there and save it as torch_dist."
+            "the job, too, load it there and save it as torch_dist.",
+            code="CKPT0325",
         )

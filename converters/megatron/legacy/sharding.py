@@ -127,7 +127,8 @@ def flatten_state_dict(tree: Mapping[Any, Any], what: str, prefix: str = "") -> 
         found = flatten_state_dict(x, what, f"{prefix}{k}.") if isinstance(x, dict) else {f"{prefix}{k}": x}
         if not isinstance(k, str) or found.keys() & out.keys():
             raise Corrupt(
-                f"{what}: in its model, the key {short(k)} is not text, or makes a name that another key makes."
+                f"{what}: in its model, the key {short(k)} is not text, or makes a name that another key makes.",
+                code="CKPT0416",
             )
         out |= found
     return out
@@ -207,7 +208,8 @@ def place_shard(
     if axis is not None and axis >= len(shape):
         raise Corrupt(
             f'"{name}" has the shape {list(shape)} on a rank, and Megatron-Core cuts it along axis {axis}. The file is '
-            "not as Megatron-LM wrote it."
+            "not as Megatron-LM wrote it.",
+            code="CKPT0412",
         )
     rank %= size
     boxes: list[tuple[tuple[int, ...], tuple[int, ...]]]
@@ -223,7 +225,8 @@ def place_shard(
                 f'"{name}" has {n} rows on a rank{"" if columns is None else f" and linear_fc2 {columns} columns"}, '
                 f"which are not {'a gate and a matrix' if halves == 2 else 'one matrix without a gate'} as the "
                 "arguments say (swiglu, quick_geglu). Load it in the Megatron-LM that wrote it, and save it with its "
-                "options ckpt-convert-format torch_dist and ckpt-convert-save DIR."
+                "options ckpt-convert-format torch_dist and ckpt-convert-save DIR.",
+                code="CKPT0325",
             )
         k = n // halves
         boxes = []
@@ -267,7 +270,8 @@ def _find_sharded_axis(name: str, shape: tuple[int, ...], geometry: Geometry, si
             raise Unsupported(
                 f'"{name}" has {shape[0]} rows on each of {size} tensor-parallel ranks, and its rows in the model are '
                 f"{total if total is not None else 'not among the arguments'} ({' + '.join(_DOWN[module])}), so that "
-                "nothing tells whether it is cut."
+                "nothing tells whether it is cut.",
+                code="CKPT0325",
             )
         return (None if total == shape[0] else 0), True
     return None, _WHOLE.fullmatch(name) is not None
