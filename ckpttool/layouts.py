@@ -171,7 +171,10 @@ class WriteOptions(ModelHints):
         """
         world = self.world_size or ckpt.world_size
         if not world or world < 1:
-            raise UsageError(f"{argument('world_size')} is needed: the number of ranks of the job that will load this.")
+            raise UsageError(
+                f"{argument('world_size')} is needed: the number of ranks of the job that will load this.",
+                code="CKPT0209",
+            )
         return world
 
 
@@ -305,7 +308,7 @@ def checkpoint_of(
     for path, leaf in sorted(named.leaves.items(), key=lambda kv: COMPONENTS.index(str(kv[0][0]))):
         name = joined(path)
         if name in out.tensors or name in out.values:
-            raise Corrupt(f'two entries of the checkpoint are named "{name}".')
+            raise Corrupt(f'two entries of the checkpoint are named "{name}".', code="CKPT0416")
         if isinstance(leaf, TensorEntry):
             out.tensors[name] = leaf if leaf.path == path else replace(leaf, path=path)
         elif isinstance(leaf, Composite):
@@ -424,7 +427,7 @@ def find(name: str) -> Layout:
 
     close = get_close_matches(wanted, [*known, *by_alias], 1)
     hint = f" Did you mean {close[0]}?" if close else ""
-    raise UsageError(f"Unknown layout {name!r}.{hint} Choose one of: {', '.join(known)}.")
+    raise UsageError(f"Unknown layout {name!r}.{hint} Choose one of: {', '.join(known)}.", code="CKPT0206")
 
 
 def read_as(name: str | None) -> Layout | None:
@@ -477,14 +480,17 @@ def target_of(to: str | None, dst: str | os.PathLike[str]) -> Layout:
     if to is None:
         if of_suffix := [x for x in files if x.suffixes and text.endswith(x.suffixes)]:
             return of_suffix[0]
-        raise UsageError(f"Cannot infer the layout from {text!r}. Pass {argument('to')}: {', '.join(writable())}.")
+        raise UsageError(
+            f"Cannot infer the layout from {text!r}. Pass {argument('to')}: {', '.join(writable())}.", code="CKPT0206"
+        )
     target = find(to)
     if target.as_file is not None and text.endswith(target.as_file.suffixes):
         return target.as_file
     if not target.is_file and text.endswith(tuple({s for x in files for s in x.suffixes} - set(target.suffixes))):
         raise UsageError(
             f"{target.name} writes a folder, but the destination {text!r} has the name of a file. Give the name of a "
-            "folder."
+            "folder.",
+            code="CKPT0211",
         )
     return target
 
@@ -526,7 +532,9 @@ def options_of(target: Layout, given: Mapping[str, object]) -> object:
     for flag in given:
         if flag not in own:
             theirs = [x.name for x in layouts().values() if flag in flags_of(x)]
-            raise UsageError(f"{flag} applies to {', '.join(theirs)}; this conversion writes {target.name}.")
+            raise UsageError(
+                f"{flag} applies to {', '.join(theirs)}; this conversion writes {target.name}.", code="CKPT0205"
+            )
     if not given or target.options is None:
         return None
     return target.options(**{own[flag].name: value for flag, value in given.items()})
@@ -542,13 +550,14 @@ def place(path: str | os.PathLike[str]) -> Place:
         RemoteError: the store fails.
     """
     if not os.fspath(path):
-        raise UsageError("The path is empty: an empty string names no file or folder.")
+        raise UsageError("The path is empty: an empty string names no file or folder.", code="CKPT0202")
     if urls.is_url(path):
         url = urls.lower_scheme(os.fspath(path))
         if page := re.fullmatch(_HUB_PAGE, url):
             repository = f"hf://{page[1]}@{page[2]}" if page[2] else f"hf://{page[1]}"
             raise NotRecognised(
-                f"{urls.redact_url(url)} is the page of a repository on the Hub; its files are at {repository}."
+                f"{urls.redact_url(url)} is the page of a repository on the Hub; its files are at {repository}.",
+                code="CKPT0302",
             )
         # a web server also answers requests for a folder, whose URL ends with a slash
         folder = url.lower().startswith("http") and url.partition("?")[0].endswith("/")
@@ -564,7 +573,7 @@ def place(path: str | os.PathLike[str]) -> Place:
         raise read_error(e, text) from None
     except (OSError, ValueError):
         pass
-    raise NotRecognised(f"{os.fspath(path)}: no such file or folder.{_missing_hint(os.fspath(path))}")
+    raise NotRecognised(f"{os.fspath(path)}: no such file or folder.{_missing_hint(os.fspath(path))}", code="CKPT0302")
 
 
 _NO_URL = re.compile(r"(s3a?|gc?s|hf|https?):/*", re.IGNORECASE)
@@ -613,7 +622,7 @@ def _open_remote(url: str, is_folder: bool) -> Place:
     what = "no such object, and no objects below it"
     if url.startswith("hf://"):
         what = "the Hub has no such repository, revision or file, or the token may not see it"
-    raise NotRecognised(f"{urls.redact_url(url)}: {what}.")
+    raise NotRecognised(f"{urls.redact_url(url)}: {what}.", code="CKPT0302")
 
 
 def _longer_revisions(url: str) -> list[str]:
@@ -663,12 +672,17 @@ def detect(where: Place) -> Layout:
     path = os.path.join(where.source.root, where.file) if where.file else where.source.root
     if yes:
         matches = "; ".join(f"{layout.name}: {why}" for layout, why in yes)
-        raise Unsupported(f"{path} matches more than one layout ({matches}). Choose with {argument('source_layout')}.")
+        raise Unsupported(
+            f"{path} matches more than one layout ({matches}). Choose with {argument('source_layout')}.",
+            code="CKPT0305",
+        )
     if where.file:
         head = where.source.read(where.file, 0, min(where.source.size(where.file), other_files.HEAD_BYTES))
         other_files.refuse_foreign_format(head, path)
     raise NotRecognised(
-        f"{path} is not a checkpoint that ckpttool knows. It looked for:", listing=_list_reasons(answers)
+        f"{path} is not a checkpoint that ckpttool knows. It looked for:",
+        listing=_list_reasons(answers),
+        code="CKPT0301",
     )
 
 

@@ -153,35 +153,40 @@ class AverageRequest:
         count, given = len(self.others) + 1, self.numbers()
         if len({*given} - {"scale", "linear"} | ({"base"} if self.base is not None else set())) > 1:
             names = ", ".join(argument(name) for name in ("coefficients", "ema_decay", "base", "slerp"))
-            raise UsageError(f"Give one of {names} at most: each is another average.")
+            raise UsageError(f"Give one of {names} at most: each is another average.", code="CKPT0204")
         for name, numbers in (("coefficients", self.coefficients), ("scale", self.scale)):
             if numbers is not None and not all(map(isfinite, numbers)):
-                raise UsageError(f"{argument(name, list(numbers))}: not all of them are finite.")
+                raise UsageError(f"{argument(name, list(numbers))}: not all of them are finite.", code="CKPT0203")
         if count < (1 if self.base is not None else 2):
-            raise UsageError("One checkpoint has no average. Give at least two, and the destination.")
+            raise UsageError("One checkpoint has no average. Give at least two, and the destination.", code="CKPT0204")
         if self.coefficients is not None and len(self.coefficients) != count:
             raise UsageError(
                 f"{argument('coefficients', list(self.coefficients))} are {len(self.coefficients)}, and {count} "
-                "checkpoints were given."
+                "checkpoints were given.",
+                code="CKPT0203",
             )
         if self.linear and self.coefficients is None:
-            raise UsageError(f"{argument('linear', True)} goes with {argument('coefficients')}.")
+            raise UsageError(f"{argument('linear', True)} goes with {argument('coefficients')}.", code="CKPT0204")
         if self.coefficients is not None and not self.linear and abs(sum(self.coefficients) - 1) > 1e-6:
             raise UsageError(
                 f"{argument('coefficients', list(self.coefficients))} sum to {sum(self.coefficients):g}, so the result "
-                f"is no average. {argument('linear', True)} computes the combination as it is."
+                f"is no average. {argument('linear', True)} computes the combination as it is.",
+                code="CKPT0203",
             )
         if self.ema_decay is not None and not 0 <= self.ema_decay <= 1:
-            raise UsageError(f"{argument('ema_decay', self.ema_decay)}: it is between 0 and 1.")
+            raise UsageError(f"{argument('ema_decay', self.ema_decay)}: it is between 0 and 1.", code="CKPT0203")
         if self.scale is not None and (self.base is None or len(self.scale) not in (1, count)):
             raise UsageError(
                 f"{argument('scale', list(self.scale))} goes with {argument('base')}, and is one number, or one for "
-                f"each of the {count_noun(count, 'checkpoint')}."
+                f"each of the {count_noun(count, 'checkpoint')}.",
+                code="CKPT0204",
             )
         if self.slerp is not None and (count != 2 or not 0 <= self.slerp <= 1):
-            raise UsageError(f"{argument('slerp', self.slerp)} is between 0 and 1, and goes with two checkpoints.")
+            raise UsageError(
+                f"{argument('slerp', self.slerp)} is between 0 and 1, and goes with two checkpoints.", code="CKPT0203"
+            )
         if self.accumulate not in ("float64", "float32"):
-            raise UsageError(f"{argument('accumulate', self.accumulate)}: it is fp64 or fp32.")
+            raise UsageError(f"{argument('accumulate', self.accumulate)}: it is fp64 or fp32.", code="CKPT0203")
 
     @property
     def method(self) -> str:
@@ -253,18 +258,22 @@ class OpenOptions:
         for name in ("only", "wrap"):
             value = getattr(self, name)
             if isinstance(value, str):
-                raise UsageError(f"{name}={value!r} is a string; give a list of strings, such as [{value!r}].")
+                raise UsageError(
+                    f"{name}={value!r} is a string; give a list of strings, such as [{value!r}].", code="CKPT0203"
+                )
             if value is not None:
                 object.__setattr__(self, name, tuple(value))
         if self.weights is not None and (self.salvage or set(self.only or ("model",)) != {"model"}):
             raise UsageError(
                 f"{argument('weights', self.weights)} makes a model of weights alone; it goes with neither "
-                f"{argument('salvage', True)} nor components other than the model in {argument('only')}."
+                f"{argument('salvage', True)} nor components other than the model in {argument('only')}.",
+                code="CKPT0204",
             )
         if self.fill_from is not None and not self.salvage:
             raise UsageError(
                 f"{argument('fill_from')} fills in what a damaged checkpoint has lost; it goes with "
-                f"{argument('salvage', True)}."
+                f"{argument('salvage', True)}.",
+                code="CKPT0204",
             )
         for name in ("like", "flat_layout", "fill_from"):  # plan_id compares them as text
             value = getattr(self, name)
@@ -357,9 +366,12 @@ class WriteRequest:
         for name in ("world_size", "vocab_size"):
             number = getattr(self, name)
             if number is not None and (type(number) is not int or number < 1):
-                raise UsageError(f"{argument(name, number)}: it must be an integer of at least 1.")
+                raise UsageError(f"{argument(name, number)}: it must be an integer of at least 1.", code="CKPT0203")
         if isinstance(self.dequantize, str):
-            raise UsageError(f"dequantize={self.dequantize!r} is a string; give a list, such as [{self.dequantize!r}].")
+            raise UsageError(
+                f"dequantize={self.dequantize!r} is a string; give a list, such as [{self.dequantize!r}].",
+                code="CKPT0203",
+            )
         # one way to say so, since plan_id compares requests
         object.__setattr__(self, "dequantize", tuple(self.dequantize) if self.dequantize else None)
         object.__setattr__(self, "cast", dict(self.cast) if self.cast else None)

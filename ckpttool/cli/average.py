@@ -40,7 +40,7 @@ def _parse_numbers(name: str, text: str | None) -> tuple[float, ...] | None:
     try:
         return None if text is None else tuple(float(part) for part in split_commas(text))
     except ValueError:
-        raise UsageError(f"{argument(name, text)}: not numbers with commas between them.") from None
+        raise UsageError(f"{argument(name, text)}: not numbers with commas between them.", code="CKPT0203") from None
 
 
 @about(

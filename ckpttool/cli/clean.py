@@ -44,7 +44,9 @@ def clean(
     from ..storage.partial import clean as remove
 
     if urls.is_url(path):
-        raise UsageError(f"{path}: in an object store, the next run at the same URL uses or removes what was left.")
+        raise UsageError(
+            f"{path}: in an object store, the next run at the same URL uses or removes what was left.", code="CKPT0205"
+        )
     done = remove(path, dry_run=dry_run)
     if as_json:
         print_json({**done.to_json(), "dry_run": dry_run})

@@ -49,12 +49,18 @@ def _of_trainer(name: str, to: str | None) -> tuple[str, bool]:
 
     known = for_trainers()
     if name.lower() not in known:
-        raise UsageError(f"Unknown trainer {name!r}. Choose one of: {', '.join(trainers(called=True))}.")
+        raise UsageError(
+            f"Unknown trainer {name!r}. Choose one of: {', '.join(trainers(called=True))}.", code="CKPT0206"
+        )
     layout, program = known[name.lower()]
     if program.refused:
-        raise UsageError(f"ckpttool reads checkpoints of {program.name}, but does not write them: {program.refused}")
+        raise UsageError(
+            f"ckpttool reads checkpoints of {program.name}, but does not write them: {program.refused}", code="CKPT0206"
+        )
     if to is not None:
-        raise UsageError(f"--for {name} chooses the layout {layout.name}; leave --to {to} out, or --for.")
+        raise UsageError(
+            f"--for {name} chooses the layout {layout.name}; leave --to {to} out, or --for.", code="CKPT0204"
+        )
     return layout.name, program.canonical_keys
 
 

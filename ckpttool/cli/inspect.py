@@ -113,7 +113,7 @@ def _print_chunks(ckpt: Checkpoint, pattern: str, as_json: bool) -> None:
 
     names = [n for n in ckpt.tensors if fnmatch.fnmatchcase(n, pattern)]
     if not names:
-        raise UsageError(_explain_no_match(pattern, ckpt.tensors))
+        raise UsageError(_explain_no_match(pattern, ckpt.tensors), code="CKPT0207")
     rows = describe_chunks(ckpt, names)
     if as_json:
         print_json(rows)

@@ -222,7 +222,7 @@ def _run_and_explain() -> None:
     except KeyboardInterrupt:
         _print_and_exit(Interrupted(_explain_interrupt()))
     except MemoryError:
-        _print_and_exit(NoSpace("not enough memory."))
+        _print_and_exit(NoSpace("not enough memory.", code="CKPT0802"))
     except OSError as e:
         _print_and_exit(_explain_os_error(e))
     except Exception as e:  # a fault of ours: no traceback unless asked for, but say where it was
@@ -239,7 +239,9 @@ def _run_and_explain() -> None:
             if (theirs := _find_foreign_package(e))
             else "bug of ckpttool"
         )
-        _print_and_exit(CkpttoolError(f"{text} This is a {whose}; CKPTTOOL_DEBUG=1 shows the traceback to report."))
+        _print_and_exit(
+            CkpttoolError(f"{text} This is a {whose}; CKPTTOOL_DEBUG=1 shows the traceback to report.", code="CKPT0101")
+        )
 
 
 def _find_foreign_package(e: Exception) -> str | None:
@@ -324,7 +326,7 @@ def _run_program(program: Any) -> int:
     except Exception as e:
         if not hasattr(e, "format_message"):  # click's own class differs between versions of typer
             raise
-        error = UsageError(e.format_message())
+        error = UsageError(e.format_message(), code="CKPT0201")
         if (ctx := getattr(e, "ctx", None)) is not None:
             error.add_note(f"{' '.join(ctx.get_usage().split())}; `{ctx.command_path} -h` explains it.")
         raise error from None

@@ -97,7 +97,7 @@ def resume_verify(
     if src is not None:
         src = find_newest(src, latest, quiet or as_json)
     elif latest:
-        raise UsageError("--latest looks for the newest checkpoint below a folder: give that folder.")
+        raise UsageError("--latest looks for the newest checkpoint below a folder: give that folder.", code="CKPT0204")
     progress = _Progress(quiet)
     with lasting_job():
         try:
@@ -133,10 +133,10 @@ def _check_report_paths(report: str | None, junit: str | None, metrics: str | No
         except OSError as e:
             raise kind_of_failure(e, UsageError)(f"--report {report}: {e.strerror or e}.") from None
     if metrics is not None and not os.path.isdir(folder := os.path.dirname(os.path.abspath(metrics))):
-        raise UsageError(f"--metrics {metrics}: this folder does not exist: {folder}.")
+        raise UsageError(f"--metrics {metrics}: this folder does not exist: {folder}.", code="CKPT0212")
     for option, file in (("--junit", junit), ("--metrics", metrics)):
         if file is not None and os.path.exists(file) and not os.path.isfile(file):
-            raise UsageError(f"{option} {file}: there is something that is not a regular file.")
+            raise UsageError(f"{option} {file}: there is something that is not a regular file.", code="CKPT0212")
 
 
 class _Progress:

@@ -60,9 +60,9 @@ def stats(
     from ..engine.stats import stats as compute
 
     if exponents and not as_json:
-        raise UsageError(f"{argument('exponents', True)} adds to the JSON alone. Give --json too.")
+        raise UsageError(f"{argument('exponents', True)} adds to the JSON alone. Give --json too.", code="CKPT0204")
     if as_csv and as_json:
-        raise UsageError("--csv and --json were both given. Leave out one of them.")
+        raise UsageError("--csv and --json were both given. Leave out one of them.", code="CKPT0204")
     path = find_newest(path, latest, quiet or as_json)
     with Meter(quiet) as meter:
         found = compute(

@@ -106,7 +106,9 @@ def split_commas(text: str) -> list[str]:
     """
     parts = [t.strip() for t in text.split(",") if t.strip()]
     if not parts:
-        raise UsageError(f"{text!r} lists nothing. Give names with commas between them, or leave the option out.")
+        raise UsageError(
+            f"{text!r} lists nothing. Give names with commas between them, or leave the option out.", code="CKPT0202"
+        )
     return parts
 
 
@@ -121,7 +123,7 @@ def refuse_empty(arguments: Iterable[str]) -> None:
     for i, text in enumerate(arguments):
         if not text or re.fullmatch(r"--[a-z-]+=", text):
             where = text[:-1] or (before if before.startswith("-") else f"argument {i + 1}")
-            raise UsageError(f"{where} is empty. Is a variable of the shell not set?")
+            raise UsageError(f"{where} is empty. Is a variable of the shell not set?", code="CKPT0202")
         before = text
 
 
@@ -133,9 +135,11 @@ def parse_size(text: str) -> int:
     """
     m = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([kmgt]?)(i?)b?\s*", text.lower())
     if not m:
-        raise UsageError(f"{text!r} is not a size; write 5GB or 500MiB.")
+        raise UsageError(f"{text!r} is not a size; write 5GB or 500MiB.", code="CKPT0203")
     if float(m[1]) < 1024 and not m[2] and "b" not in text.lower():
-        raise UsageError(f"{text!r} would be {text.strip()} bytes; write {text.strip()}GB or {text.strip()}MB.")
+        raise UsageError(
+            f"{text!r} would be {text.strip()} bytes; write {text.strip()}GB or {text.strip()}MB.", code="CKPT0203"
+        )
     return int(float(m[1]) * (1024 if m[3] else 1000) ** " kmgt".index(m[2] or " "))
 
 
@@ -149,7 +153,7 @@ def parse_cast_rules(rules: list[str]) -> dict[str, str]:
     for rule in rules:
         pattern, eq, kind = rule.rpartition("=")
         if not eq:
-            raise UsageError(f"--cast {rule!r}: write GLOB=DTYPE.")
+            raise UsageError(f"--cast {rule!r}: write GLOB=DTYPE.", code="CKPT0203")
         out[pattern] = kind
     return out
 

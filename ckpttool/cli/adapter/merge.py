@@ -87,7 +87,8 @@ def merge(
     if len(paths) not in (2, 3):
         raise UsageError(
             f"{len(paths)} paths were given. Write: ckpttool adapter merge BASE ADAPTER DST, or: ckpttool adapter "
-            "merge SRC DST."
+            "merge SRC DST.",
+            code="CKPT0201",
         )
     src, adapter, dst = paths[0], paths[1] if len(paths) == 3 else None, paths[-1]
     writing = add_layout_options(ctx, replace(writing, to=merge_target(writing.to, dst).name), dst)

@@ -60,7 +60,7 @@ def _parse_meta(pairs: list[str] | None) -> tuple[tuple[str, str], ...]:
     for pair in pairs or []:
         key, eq, value = pair.partition("=")
         if not eq or not key:
-            raise UsageError(f"--meta {pair!r}: write KEY=VALUE.")
+            raise UsageError(f"--meta {pair!r}: write KEY=VALUE.", code="CKPT0203")
         out.append((key, value))
     return tuple(out)
 
@@ -76,7 +76,7 @@ def _source_date_epoch(reproducible: bool) -> int | None:
     if not reproducible or not text:
         return None
     if not (text.isascii() and text.isdecimal()) or len(text) > 11:
-        raise UsageError(f"SOURCE_DATE_EPOCH={text!r} is not a number of seconds.")
+        raise UsageError(f"SOURCE_DATE_EPOCH={text!r} is not a number of seconds.", code="CKPT0203")
     return int(text)
 
 

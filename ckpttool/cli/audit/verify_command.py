@@ -73,7 +73,9 @@ def verify(
     from ...audit.verify_in_store import verify
 
     if quick and (deep or against or root):
-        raise UsageError("--quick reads no data, so it goes with neither --deep, --against nor --root.")
+        raise UsageError(
+            "--quick reads no data, so it goes with neither --deep, --against nor --root.", code="CKPT0204"
+        )
     with Meter(quiet) as meter:
         found = verify(
             archive,
@@ -122,7 +124,7 @@ def _print_verdict(found: ArchiveVerdict, seconds: float, quiet: bool) -> None:
     if len(found.findings) > _SHOWN:
         say(f"... {len(found.findings) - _SHOWN} more")
     if found.findings:
-        raise Corrupt(found.describe_damage())
+        raise Corrupt(found.describe_damage(), code="CKPT0425")
     from ...engine.inspect import human
 
     what = {
