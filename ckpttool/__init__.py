@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     from .engine.logits.compare_logits import LogitComparison
     from .engine.opening import OpenCheckpoint, open
     from .engine.planning import Plan, plan
+    from .engine.runs import Run, list_run
     from .engine.stats import Statistics, stats
     from .engine.verification import DigestResult, VerifyResult, digest, verify
     from .errors import CkpttoolError
@@ -73,6 +74,7 @@ _WHERE = {
     "Pushed": "hub.push",
     "Recorder": "resume.trace.recorder",
     "Report": "resume.compare.verdict",
+    "Run": "engine.runs",
     "Statistics": "engine.stats",
     "Summary": "engine.inspect",
     "TensorHandle": "engine.handle",
@@ -91,6 +93,7 @@ _WHERE = {
     "doctor": "engine.doctor.examine",
     "export": "audit.export",
     "inspect": "engine.inspect",
+    "list_run": "engine.runs",
     "load": "live.load",
     "newest": "engine.discover.detection",
     "open": "engine.opening",
@@ -124,6 +127,7 @@ __all__ = [
     "Pushed",
     "Recorder",
     "Report",
+    "Run",
     "Statistics",
     "Summary",
     "TensorHandle",
@@ -143,6 +147,7 @@ __all__ = [
     "doctor",
     "export",
     "inspect",
+    "list_run",
     "load",
     "newest",
     "open",

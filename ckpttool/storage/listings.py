@@ -22,7 +22,7 @@ from .urls import check_inside
 if TYPE_CHECKING:
     from fsspec import AbstractFileSystem
 
-__all__ = ["follow_pages", "list_entries"]
+__all__ = ["follow_pages", "list_entries", "list_tree"]
 
 #: What a store says of an object or folder, as fsspec's `info`; or a page of such, and arguments for the next one.
 StoreInfo = dict[str, Any]
@@ -152,11 +152,38 @@ def _check_count(found: StoreInfo, url: str) -> None:
         )
 
 
-def _list_s3(fs: AbstractFileSystem, path: str, url: str) -> Iterator[StoreInfo]:
-    """Yield fsspec's `info` of each object and common prefix directly below a path "bucket/key" of S3; `url` is for
-    messages."""
+def list_tree(fs: AbstractFileSystem, path: str, url: str) -> dict[str, StoreInfo] | None:
+    """Return {name relative to a folder of a store: fsspec's `info`} of all objects below it, a thousand for each
+    request. None where the store cannot list so, has more than `LIMITS.names` there, or has a name that leads
+    elsewhere.
+
+    Args:
+        fs, path, url: as for `list_entries`.
+    """
+    protocols = [fs.protocol] if isinstance(fs.protocol, str) else list(fs.protocol)
+    pages = _list_s3 if "s3" in protocols else _list_gcs if "gs" in protocols else None
+    if pages is None:
+        return None
+    out: dict[str, StoreInfo] = {}
+    for info in pages(fs, path, url, deep=True):
+        name = str(info["name"]).removeprefix(path + "/")
+        if not name:  # the mark of an empty folder
+            continue
+        try:
+            check_inside(name.removesuffix("/"), url)
+        except Unsafe:
+            return None
+        out[name] = info
+        if len(out) > LIMITS.names:
+            return None
+    return out
+
+
+def _list_s3(fs: AbstractFileSystem, path: str, url: str, deep: bool = False) -> Iterator[StoreInfo]:
+    """Yield fsspec's `info` of each object and common prefix directly below a path "bucket/key" of S3, or with `deep`
+    of each object at any depth; `url` is for messages."""
     bucket, _, key = path.partition("/")
-    where = {"Bucket": bucket, "Prefix": key + "/" if key else "", "Delimiter": "/"}
+    where = {"Bucket": bucket, "Prefix": key + "/" if key else "", **({} if deep else {"Delimiter": "/"})}
     for page in follow_pages(
         url,
         lambda more: with_retries(url, lambda: fs.call_s3("list_objects_v2", **where, **more, **fs.req_kw)),
@@ -174,11 +201,11 @@ def _list_s3(fs: AbstractFileSystem, path: str, url: str) -> Iterator[StoreInfo]
             }
 
 
-def _list_gcs(fs: AbstractFileSystem, path: str, url: str) -> Iterator[StoreInfo]:
-    """Yield fsspec's `info` of each object and prefix directly below a path "bucket/key" of Google's store; `url` is
-    for messages."""
+def _list_gcs(fs: AbstractFileSystem, path: str, url: str, deep: bool = False) -> Iterator[StoreInfo]:
+    """Yield fsspec's `info` of each object and prefix directly below a path "bucket/key" of Google's store, or with
+    `deep` of each object at any depth; `url` is for messages."""
     bucket, _, key = path.partition("/")
-    where = {"delimiter": "/", "prefix": key + "/" if key else "", "maxResults": 1000}
+    where = {"prefix": key + "/" if key else "", "maxResults": 1000, **({} if deep else {"delimiter": "/"})}
     for page in follow_pages(
         url,
         lambda more: with_retries(url, lambda: fs.call("GET", "b/{}/o", bucket, json_out=True, **where, **more)),

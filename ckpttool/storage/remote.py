@@ -15,6 +15,7 @@ import gc
 import re
 import threading
 from collections.abc import Iterable
+from datetime import datetime
 from functools import cache
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
@@ -22,7 +23,7 @@ from urllib.parse import quote
 
 from ..errors import Corrupt, MissingPackage, RemoteError, SourceChanged, Unsafe, UsageError
 from ..extras import explain_missing_package
-from .listings import list_entries
+from .listings import list_entries, list_tree
 from .prefetch import FetchSizes, Prefetcher
 from .retries import BadRange, NotFound, redacted_message, with_retries
 from .source import Identity, Source
@@ -146,6 +147,7 @@ class RemoteSource(Source):
             str, dict[str, Identity | None]
         ] = {}  # folder: {name: what the listing says, None of folders}
         self._files: dict[str, int | None] = {}  # names that listings tell as those of files, with their bytes
+        self._times: dict[str, float] = {}  # {name: when it was written, in seconds since 1970} by listings
         self._ahead = Prefetcher(self._fetch_range, self.sizes)
 
     def _pinned_prefix(self) -> str:
@@ -245,15 +247,44 @@ class RemoteSource(Source):
             found = list_entries(self._fs, path, self._query, self._object_url(folder))
         except NotFound:
             return {}
-        out: dict[str, Identity | None] = {}
-        for name, info in found.items():
-            below = f"{folder}/{name}" if folder else name
-            if info.get("type") == "file":
-                size = info.get("size")
-                self._files[below] = size if isinstance(size, int) else None
-            versioned = any(info.get(k) for k in _STRONG)  # else a listing may not say the same as info() of one object
-            out[name] = self._identity_of_info(below, info) if versioned else None
-        return out
+        return {name: self._note_listed(f"{folder}/{name}" if folder else name, info) for name, info in found.items()}
+
+    def _note_listed(self, name: str, info: dict[str, Any]) -> Identity | None:
+        """Keep what a listing says of a name (fsspec's `info`), and return the identity of an object; None of a folder,
+        and where the listing has no version."""
+        if info.get("type") == "file":
+            size = info.get("size")
+            self._files[name] = size if isinstance(size, int) else None
+            if (when := _parse_time(info)) is not None:
+                self._times[name] = when
+        versioned = any(info.get(k) for k in _STRONG)  # else a listing may not say the same as info() of one object
+        return self._identity_of_info(name, info) if versioned else None
+
+    def list_ahead(self) -> bool:
+        """Ask for all names below the URL, a thousand for each request; return whether `list` and `glance` send none
+        from now on, which only S3 and GCS allow, and for at most `LIMITS.names` names.
+
+        Raises:
+            RemoteError: the store fails.
+        """
+        try:
+            found = list_tree(self._fs, self._pinned_prefix(), self.root)
+        except NotFound:
+            found = {}
+        for name, info in (found or {}).items():
+            folder, _, last = name.rpartition("/")
+            inside = self._listed.setdefault(folder, {})
+            if last:
+                inside[last] = self._note_listed(name, info)
+            while folder:
+                folder, _, last = folder.rpartition("/")
+                self._listed.setdefault(folder, {}).setdefault(last, None)
+        return found is not None
+
+    def modified(self, name: str) -> float | None:
+        """Return when an object that `list` gave was written, in seconds since 1970; None of a folder, and where the
+        listing does not tell."""
+        return self._times.get(name)
 
     def exists(self, name: str) -> bool:
         """Return whether there is an object of that name; False also for a name that leads out of the URL.
@@ -495,6 +526,16 @@ def commit_of(found: Any, url: str) -> str:
             code="CKPT0906",
         )
     return str(found.sha)
+
+
+def _parse_time(info: dict[str, Any]) -> float | None:
+    """Return when an object was written, in seconds since 1970, by fsspec's `info` of it; None where it does not
+    tell."""
+    when = info.get("LastModified") or info.get("updated")
+    try:
+        return (datetime.fromisoformat(when) if isinstance(when, str) else when).timestamp() if when else None
+    except (ValueError, AttributeError):
+        return None
 
 
 def _hash64(text: str) -> int:

@@ -168,6 +168,19 @@ class Source:
             return False, None
         return stat.S_ISDIR(st.st_mode), st.st_size if stat.S_ISREG(st.st_mode) else None
 
+    def list_ahead(self) -> bool:
+        """Ask for all names below the source at once, where that takes fewer requests than one for each folder; return
+        whether `list` and `glance` send none from now on."""
+        return not self.is_remote
+
+    def modified(self, name: str) -> float | None:
+        """Return when a file that `list` gave was last written to, in seconds since 1970, or a folder changed; None
+        where the listing does not tell."""
+        try:
+            return os.stat(os.path.join(self.root, name)).st_mtime
+        except (OSError, ValueError):
+            return None
+
     def size(self, name: str) -> int:
         """Return the bytes of a file; it is opened if it was not before.
 
@@ -382,7 +395,7 @@ class Source:
 
     def below(self, folder: str) -> Source:
         """Return a source for one of the folders, whose names are relative to that folder; its files stay files of this
-        source, which closes them."""
+        source, which closes them; "" is the source's own folder."""
         return FolderOfSource(self, folder)
 
     def prefetch(self, ranges: Iterable[tuple[str, int, int]]) -> None:
@@ -539,6 +552,11 @@ class OverlaySource(Source):
         source, own = self.locate(name)
         return source.glance(own)
 
+    def modified(self, name: str) -> float | None:
+        """Return when a file was last written to, in seconds since 1970, by the source that has it."""
+        source, own = self.locate(name)
+        return source.modified(own)
+
     def size(self, name: str) -> int:
         """Return the bytes of a file, in the source that has it."""
         source, own = self.locate(name)
@@ -619,7 +637,7 @@ class FolderOfSource(OverlaySource):
     def __init__(self, above: Source, folder: str) -> None:
         super().__init__(above, local=above.local)
         self._folder = folder
-        self.root = f"{above.root.rstrip('/')}/{folder}"
+        self.root = f"{above.root.rstrip('/')}/{folder}" if folder else above.root
 
     @property
     def local_folder(self) -> str | None:
@@ -628,11 +646,11 @@ class FolderOfSource(OverlaySource):
 
     def locate(self, name: str) -> tuple[Source, str]:
         """Return (the source above, the file's name there); for "" the folder itself."""
-        return self.inner, f"{self._folder}/{name}" if name else self._folder
+        return self.inner, f"{self._folder}/{name}" if name and self._folder else name or self._folder
 
     def identities(self) -> dict[str, Identity]:
         """Return {name relative to the folder: identity} of the files in it that were opened so far."""
-        head = self._folder + "/"
+        head = self._folder and self._folder + "/"
         return {n.removeprefix(head): i for n, i in self.inner.identities().items() if n.startswith(head)}
 
     def close_files(self) -> None:

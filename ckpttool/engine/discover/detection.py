@@ -31,7 +31,18 @@ from ...storage import remote, urls
 from ...storage.source import Source
 from .unread_files import human, kind_of
 
-__all__ = ["Checkpoints", "FoundCheckpoint", "below", "detect", "latest", "newest"]
+__all__ = [
+    "Checkpoints",
+    "FoundCheckpoint",
+    "below",
+    "describe_place",
+    "detect",
+    "find_step",
+    "latest",
+    "newest",
+    "run_of",
+    "strip_steps",
+]
 
 _DEPTH = 2
 _MOST_FOREIGN = 16  # folders that are looked into for another program's files
@@ -332,15 +343,19 @@ _NAMED_STEP = r"(?i)steps?[-_=]?(\d{1,15})(?!\d)"
 _EPOCH = r"(?i)(?:epoch|(?<![a-z])ep)[-_=]?(\d{1,9})(?!\d)"
 
 
-def below(source: Source) -> Checkpoints:
+def below(source: Source, most: int | None = None) -> Checkpoints:
     """List the checkpoints in a folder and in its folders, oldest first, with the newest complete one of each run
-    marked."""
-    walk = _Walk(source)
+    marked.
+
+    Args:
+        most: folders to look into; None for a number that takes seconds.
+    """
+    walk = _Walk(source, most)
     rows = sorted(walk.rows(""), key=_age)
     runs: dict[tuple[str, str], list[FoundCheckpoint]] = {}
     for c in rows:
         if c.complete:
-            runs.setdefault(_run_of(c), []).append(c)
+            runs.setdefault(run_of(c), []).append(c)
     chosen: set[int] = set()
     exports: set[int] = set()
     for saves in runs.values():
@@ -356,13 +371,35 @@ def below(source: Source) -> Checkpoints:
     return Checkpoints(_shown(source, ""), rows, walk.left_out)
 
 
+def describe_place(where: Place) -> FoundCheckpoint | None:
+    """Return the row of a place that is a checkpoint itself, as `below` lists those in a folder; `name` is relative to
+    the source, "" for its own folder. None where it is no checkpoint."""
+    walk = _Walk(where.source, None)
+    if where.file is not None:
+        return next(walk.look_at_file("", where.file, where.file, where.source.list()), None)
+    name = _name(where.source)
+    row = walk.look_at_folder("", name)
+    step, epoch = _step_and_epoch(name)
+    return row and replace(row, step=step, epoch=epoch)
+
+
+def strip_steps(name: str) -> str:
+    """Return a name without the numbers of steps and epochs in it."""
+    return re.sub(_EPOCH, "epoch", re.sub(_STEP, "step", name))
+
+
+def find_step(name: str) -> int | None:
+    """Return the step in a path; None where it has none."""
+    return next((step for part in reversed(name.split("/")) if (step := _step_and_epoch(part)[0]) is not None), None)
+
+
 def _age(c: FoundCheckpoint) -> tuple[int, int, str]:
     """Return the key by which saves are sorted, the oldest first: (step, epoch, name), -1 for a step or epoch that is
     not known."""
     return (-1 if c.step is None else c.step, -1 if c.epoch is None else c.epoch, c.name)
 
 
-def _run_of(c: FoundCheckpoint) -> tuple[str, str]:
+def run_of(c: FoundCheckpoint) -> tuple[str, str]:
     """Return what the saves of one run have in common, (folder that they are in, ""); of global_step_3/actor,
     ("global_step_#", "actor")."""
     folder, _, name = c.name.rpartition("/")
@@ -380,10 +417,10 @@ def _step_and_epoch(name: str) -> tuple[int | None, int | None]:
 class _Walk:
     """A look into a folder, its folders and theirs."""
 
-    def __init__(self, source: Source) -> None:
+    def __init__(self, source: Source, most: int | None) -> None:
         self.source, self.left_out = source, 0
         self.known = layouts.layouts()  # asking for them looks for other packages
-        self.listings = _MOST_REMOTE if source.is_remote else _MOST
+        self.listings = most or (_MOST_REMOTE if source.is_remote else _MOST)
 
     def rows(self, folder: str) -> Iterator[FoundCheckpoint]:
         """Yield the checkpoints in a folder, given by its path in the source ("" for the source itself), and, down to
@@ -396,7 +433,7 @@ class _Walk:
             if self._leads_to_another(path, names) or any(x.program.is_part(name, names) for x in self.known.values()):
                 continue
             if not self.source.glance(path)[0]:
-                out += self._look_at_file(folder, path, name, names)
+                out += self.look_at_file(folder, path, name, names)
                 continue
             if re.fullmatch(_NO_CHECKPOINT, name):
                 continue
@@ -404,7 +441,7 @@ class _Walk:
                 self.left_out += 1
                 continue
             self.listings -= 1
-            found = self._look_at_folder(path, name)
+            found = self.look_at_folder(path, name)
             deeper = path.count("/") + 1 < _DEPTH
             if found is None:
                 yield from self.rows(path) if deeper else ()
@@ -439,7 +476,7 @@ class _Walk:
         folder, _, name = os.path.realpath(here).rpartition("/")
         return name in names and folder == os.path.realpath(os.path.dirname(here))
 
-    def _look_at_folder(self, path: str, name: str) -> FoundCheckpoint | None:
+    def look_at_folder(self, path: str, name: str) -> FoundCheckpoint | None:
         """Return the row of a folder that is a checkpoint, or the beginning of one; None where it is neither. `name` is
         the last part of `path`."""
         inside = self.source.below(path)
@@ -460,7 +497,7 @@ class _Walk:
         known = layout.name if layout else DEFAULT_LAYOUT
         return self._make_row(path, known, layout, lacks, len(sizes), sum(sizes))
 
-    def _look_at_file(self, folder: str, path: str, name: str, names: Iterable[str]) -> Iterator[FoundCheckpoint]:
+    def look_at_file(self, folder: str, path: str, name: str, names: Iterable[str]) -> Iterator[FoundCheckpoint]:
         """Yield the row of a file that is a checkpoint, unless names say that it is a part of one or no state of a
         model.
 
