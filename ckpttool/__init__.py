@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     from .engine.logits.compare_logits import LogitComparison
     from .engine.opening import OpenCheckpoint, open
     from .engine.planning import Plan, plan
+    from .engine.run_pruning import PrunedRun, prune_run
     from .engine.runs import Run, list_run
     from .engine.stats import Statistics, stats
     from .engine.verification import DigestResult, VerifyResult, digest, verify
@@ -70,6 +71,7 @@ _WHERE = {
     "LogitComparison": "engine.logits.compare_logits",
     "OpenCheckpoint": "engine.opening",
     "Plan": "engine.planning",
+    "PrunedRun": "engine.run_pruning",
     "Pulled": "hub.pull",
     "Pushed": "hub.push",
     "Recorder": "resume.trace.recorder",
@@ -98,6 +100,7 @@ _WHERE = {
     "newest": "engine.discover.detection",
     "open": "engine.opening",
     "plan": "engine.planning",
+    "prune_run": "engine.run_pruning",
     "pull": "hub.pull",
     "push": "hub.push",
     "restore": "audit.export",
@@ -123,6 +126,7 @@ __all__ = [
     "LogitComparison",
     "OpenCheckpoint",
     "Plan",
+    "PrunedRun",
     "Pulled",
     "Pushed",
     "Recorder",
@@ -152,6 +156,7 @@ __all__ = [
     "newest",
     "open",
     "plan",
+    "prune_run",
     "pull",
     "push",
     "restore",

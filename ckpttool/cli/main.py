@@ -41,6 +41,7 @@ __all__ = ["build_app", "main"]
 _COMMANDS: dict[str, type[Command] | None] = {
     "convert": LayoutCommand,
     "inspect": Command,
+    "ls": Command,
     "diff": Command,
     "compare": Command,
     "verify": Command,
@@ -50,6 +51,7 @@ _COMMANDS: dict[str, type[Command] | None] = {
     "digest": Command,
     "stats": Command,
     "clean": Command,
+    "prune": Command,
     "push": HfCommand,
     "pull": LayoutCommand,
     "average": LayoutCommand,

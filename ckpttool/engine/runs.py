@@ -34,7 +34,17 @@ from .discover.unread_files import human
 from .opening import open_checkpoint
 from .recorded import RECORD
 
-__all__ = ["Pointer", "Run", "RunStep", "describe_age", "find_pointers", "list_run", "look_into"]
+__all__ = [
+    "Pointer",
+    "Run",
+    "RunStep",
+    "describe_age",
+    "find_pointers",
+    "find_pointers_in_values",
+    "list_run",
+    "list_steps",
+    "look_into",
+]
 
 _MOST_FOLDERS = 20_000  # that are looked into, where that sends no request
 _MOST_LOOKS = 8  # indexes that are read; 3 on a store
@@ -71,6 +81,10 @@ class RunStep(FoundCheckpoint):
     def number(self) -> int | None:
         """Return the step, or the epoch of a step that is named by that alone."""
         return self.epoch if self.step is None else self.step
+
+    def with_problem(self, error: Exception | None) -> RunStep:
+        """Return the step with the error that it could not be opened for."""
+        return replace(self, problem=str(error).split("\n")[0])
 
     @property
     def state(self) -> str:
@@ -128,7 +142,13 @@ class Run(Shown):
         }
 
     def lines(self) -> Iterator[str]:
-        """Yield a table of the steps, then the pointers and what resumes from the steps."""
+        """Yield a table of the steps, then what is wrong with the pointers, and what resumes from the steps."""
+        yield from self.table()
+        yield from (f"warning: {text}" for text in self.warnings())
+        yield from self.next_steps()
+
+    def table(self) -> Iterator[str]:
+        """Yield a line for each step, below one with the names of the columns."""
         rows = [("step", "name", "layout", "ranks", "size", "age", "state")]
         for s in self.steps:
             number = f"{s.step:,}" if s.step is not None else f"epoch {s.epoch}" if s.epoch is not None else ""
@@ -147,14 +167,14 @@ class Run(Shown):
                 c.rjust(w) if i in (0, 3, 4, 5) else c.ljust(w) for i, (c, w) in enumerate(zip(r, wide, strict=False))
             ]
             yield "  ".join([*cells, r[6]]).rstrip()
-        for p in self.pointers:
-            if p.problem:
-                yield f"warning: {p.name} {p.problem}"
+
+    def warnings(self) -> Iterator[str]:
+        """Yield what is wrong with the pointers, and how many folders were not looked into."""
+        yield from (f"{p.name} {p.problem}" for p in self.pointers if p.problem)
         if self.left_out:
             yield f"{count_noun(self.left_out, 'folder')} not looked into"
-        yield from self._lines_of_next_steps()
 
-    def _lines_of_next_steps(self) -> Iterator[str]:
+    def next_steps(self) -> Iterator[str]:
         """Yield what resumes from the steps, once for steps of which the same is true."""
         same: dict[str, list[RunStep]] = {}
         for s in self.steps:
@@ -189,18 +209,25 @@ def list_run(path: str | os.PathLike[str], *, look: bool = True) -> Run:
         NotPermitted: a folder may not be listed.
         RemoteError: the store fails.
     """
-    where = layouts.place(path)
-    with where.source as source:
-        found = _find(where)
-        steps = [_describe_step(source, c) for c in found.checkpoints]
-        pointers = find_pointers(source, steps)
-        steps = [_mark(source, s, pointers) for s in steps]
-        steps = _read_digests(source, steps)
-        if look:
-            steps, more = _look_at_kinds(source, steps)
-            pointers += more
-            steps = [_mark(source, s, pointers) for s in steps]
-        return Run(found.path, steps, pointers, found.left_out)
+    with (where := layouts.place(path)).source as source:
+        run = list_steps(where)
+        if not look:
+            return run
+        steps, more = _look_at_kinds(source, run.steps)
+        pointers = [*run.pointers, *more]
+        return replace(run, steps=[_mark(s, pointers) for s in steps], pointers=pointers)
+
+
+def list_steps(where: Place) -> Run:
+    """List the checkpoints at a place, as `list_run` does by names alone.
+
+    Raises:
+        NotRecognised: there is none.
+    """
+    source, found = where.source, _find(where)
+    steps = [_describe_step(source, c) for c in found.checkpoints]
+    pointers = find_pointers(source, steps)
+    return Run(found.path, _read_digests(source, [_mark(s, pointers) for s in steps]), pointers, found.left_out)
 
 
 def _find(where: Place) -> detection.Checkpoints:
@@ -311,7 +338,7 @@ def _step_at(source: Source, real: str, steps: Iterable[FoundCheckpoint]) -> str
     return None
 
 
-def _find_named_in_values(ckpt: Checkpoint, step: RunStep, steps: Sequence[RunStep]) -> Iterator[Pointer]:
+def find_pointers_in_values(ckpt: Checkpoint, step: RunStep, steps: Sequence[RunStep]) -> Iterator[Pointer]:
     """Yield what the values of a checkpoint name among the other steps, as the path of the best one."""
     others = {s.name.rpartition("/")[2]: s for s in steps if s.name != step.name}
     own = step.name.rpartition("/")[2]
@@ -325,7 +352,7 @@ def _find_named_in_values(ckpt: Checkpoint, step: RunStep, steps: Sequence[RunSt
                 yield Pointer(f"{step.name}: {name}", text, None, f"names {text}, which is not here")
 
 
-def _mark(source: Source, s: RunStep, pointers: Iterable[Pointer]) -> RunStep:
+def _mark(s: RunStep, pointers: Iterable[Pointer]) -> RunStep:
     """Return a step with the pointers that name it, and whether it is being written."""
     named = tuple(dict.fromkeys(p.name for p in pointers if p.step == s.name))
     young = s.modified is not None and time.time() - s.modified < _WRITING
@@ -382,16 +409,16 @@ def _look_at_kinds(source: Source, steps: list[RunStep]) -> tuple[list[RunStep],
                 break
             looks -= 1
             s = steps[i]
-            ckpt, problem = look_into(source, s)
+            ckpt, error = look_into(source, s)
             if ckpt is None:
-                out[i] = replace(s, problem=problem)
+                out[i] = s.with_problem(error)
                 continue
             text = next_step(ckpt, s.path)
             for j in same:
                 said = text.replace(shlex.quote(s.path), shlex.quote(steps[j].path))
                 out[j] = replace(out[j], world_size=ckpt.world_size, next_step=said if not out[j].problem else None)
             if s.newest:
-                pointers += _find_named_in_values(ckpt, s, steps)
+                pointers += find_pointers_in_values(ckpt, s, steps)
             break
     return _pass_on_newest(out), pointers
 
@@ -409,17 +436,17 @@ def _pass_on_newest(steps: list[RunStep]) -> list[RunStep]:
     return out
 
 
-def look_into(source: Source, s: FoundCheckpoint) -> tuple[Checkpoint | None, str]:
-    """Open a step, and prove by its index and headers that its files are whole; return (its index, ""), or (None, why
+def look_into(source: Source, s: FoundCheckpoint) -> tuple[Checkpoint | None, Exception | None]:
+    """Open a step, and prove by its index and headers that its files are whole; return (its index, None), or (None, why
     it cannot be opened)."""
     folder, _, name = s.name.rpartition("/")
     is_folder = _is_folder(source, s.name)
     where = Place(source.below(s.name), None) if is_folder else Place(source.below(folder), name)
     options = OpenOptions(allow_equal_ranks=True, allow_mixed_steps=True)
     try:
-        return open_checkpoint(where, options, check_hints=False, needed=lambda component: False).checkpoint, ""
+        return open_checkpoint(where, options, check_hints=False, needed=lambda component: False).checkpoint, None
     except (CkpttoolError, OSError) as e:
-        return None, str(e).split("\n")[0]
+        return None, e
 
 
 def _kind_of(source: Source, s: RunStep) -> object:

@@ -38,6 +38,7 @@ __all__ = [
     "LeftoverFiles",
     "clean",
     "clean_command",
+    "holding_lock",
     "is_continuable",
     "make_private_folder",
     "parse_journal",
@@ -175,7 +176,7 @@ def make_private_folder(folder: str) -> None:
 
 
 @contextmanager
-def _holding_lock(leftovers: LeftoverFiles, look_only: bool = False) -> Iterator[None]:
+def holding_lock(leftovers: LeftoverFiles, look_only: bool = False) -> Iterator[None]:
     """While the block runs, hold the lock of a destination.
 
     Args:
@@ -305,7 +306,7 @@ def recover(target: str) -> list[str]:
             os.path.lexists(os.path.join(f, "old")) for f in leftovers.folders()
         ):
             return []
-        with _holding_lock(leftovers):
+        with holding_lock(leftovers):
             old = put_back(leftovers)
             return [put_back_message(leftovers.target, old)] if old else []
     except (Locked, FileNotFoundError, NotADirectoryError, PermissionError):
@@ -417,7 +418,7 @@ def _clean_leftovers(leftovers: LeftoverFiles, dry_run: bool, out: Cleaned) -> N
         return
     stale = os.path.lexists(leftovers.lock)
     try:
-        with _holding_lock(leftovers, dry_run):
+        with holding_lock(leftovers, dry_run):
             if old := put_back(leftovers, dry_run):
                 out.put_back.append((old, leftovers.target))
             for folder in folders:

@@ -41,6 +41,7 @@ __all__ = [
     "latest",
     "newest",
     "run_of",
+    "step_path",
     "strip_steps",
 ]
 
@@ -381,6 +382,16 @@ def describe_place(where: Place) -> FoundCheckpoint | None:
     row = walk.look_at_folder("", name)
     step, epoch = _step_and_epoch(name)
     return row and replace(row, step=step, epoch=epoch)
+
+
+def step_path(c: FoundCheckpoint) -> str:
+    """Return the path of the folder or file whose name has the step of a checkpoint: of global_step_3/actor,
+    "global_step_3". The checkpoint's own path where no name has one."""
+    parts = c.name.split("/")
+    for n in range(len(parts), 0, -1):
+        if _step_and_epoch(parts[n - 1]) != (None, None) or is_number_text(parts[n - 1]):
+            return "/".join(parts[:n])
+    return c.name
 
 
 def strip_steps(name: str) -> str:

@@ -1,0 +1,510 @@
+"""Deletes the steps of a run that no policy keeps: `ckpttool prune`.
+
+A trainer may be saving into the same folder. So a step is deleted only if a later one of its run is complete and could
+be opened, if it is complete itself (or, where that is asked for, incomplete for a long time), if no pointer of a
+trainer names it, no file of a step that stays leads into it, and nothing in it has changed since it was looked at. All
+that is looked at again right before. It is deleted by one rename to a name under which nobody finds a checkpoint, so a
+run that is killed leaves each step whole or gone; the next one deletes the rest of what was renamed
+(storage/removal.py).
+
+Archives have retention and holds, which `ckpttool audit prune` knows; they are not touched here.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import stat
+import time
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import asdict, dataclass, field
+from datetime import timedelta
+from typing import Any, NamedTuple
+
+from .. import layouts
+from ..errors import Corrupt, Locked, SourceChanged, Unreadable, UsageError, argument, note_change
+from ..layouts import Place
+from ..options import Progress, silent
+from ..printable import Shown, count_noun
+from ..storage import urls
+from ..storage.removal import Remover, find_leftovers
+from ..storage.source import Source
+from .discover import detection
+from .discover.unread_files import human
+from .runs import RunStep, find_pointers, find_pointers_in_values, list_steps, look_into
+from .step_metrics import best_of, read_metrics
+
+__all__ = ["PrunedRun", "prune_run"]
+
+_ARCHIVE = "audit"
+_BACK = 60.0  # seconds by which a step must be younger than a later one, to have been written after it
+_INDEX = r"(?i)(.*\.)?metadata(\.json)?|.*\.(json|ya?ml|index|txt)"
+_MOST_INDEX = 256 << 20  # bytes
+_BLOCK = 1 << 20
+
+
+@dataclass(frozen=True)
+class PrunedRun(Shown):
+    """The result of `prune_run`: paths of steps relative to the run, and why others are still there.
+
+    `kept` are those that a policy keeps, or that the run needs; `refused` are those that no policy keeps and that must
+    not be deleted, or cannot be judged. `freed` are bytes; of a file with several names, once the last is deleted.
+    `leftovers` is the number of steps that an interrupted run had begun to delete.
+    """
+
+    path: str
+    dry_run: bool
+    deleted: tuple[str, ...] = ()
+    kept: dict[str, tuple[str, ...]] = field(default_factory=dict)
+    refused: dict[str, str] = field(default_factory=dict)
+    freed: int = 0
+    leftovers: int = 0
+
+    def to_json(self) -> dict[str, Any]:
+        """Return plain data."""
+        return asdict(self)
+
+    def lines(self) -> Iterator[str]:
+        """Yield a line for each step."""
+        for name in self.deleted:
+            yield f"{'would delete' if self.dry_run else 'deleted':13s}{name}"
+        for name, reasons in self.kept.items():
+            yield f"{'kept':13s}{name}: {', '.join(reasons)}"
+        for name, why in self.refused.items():
+            yield f"{'refused':13s}{name}: {why}"
+
+    @property
+    def summary(self) -> str:
+        """Return one line: how many steps, how many bytes."""
+        what = f"{count_noun(len(self.deleted), 'step')}, {human(self.freed)}"
+        left = f"; {count_noun(self.leftovers, 'step')} that an interrupted run had begun to delete" * bool(
+            self.leftovers
+        )
+        return f"{what} {'would be freed; nothing was touched' if self.dry_run else 'freed'}{left}"
+
+
+class Entry(NamedTuple):
+    """What is known of a file or folder of a step: its path in the step, and what the system says of it."""
+
+    path: str
+    st: os.stat_result
+
+
+@dataclass
+class Save:
+    """What is deleted or kept as one: the folder or file whose name has the step, with the checkpoints in it."""
+
+    name: str
+    run: tuple[str, str]
+    steps: list[RunStep]
+    keeps: list[str] = field(default_factory=list)
+    refused: str = ""
+    entries: list[Entry] = field(default_factory=list)
+
+    @property
+    def number(self) -> int | None:
+        """Return its step, or its epoch if it has no step."""
+        return self.steps[0].number
+
+    @property
+    def complete(self) -> bool:
+        """Tell whether all checkpoints in it are complete."""
+        return all(s.complete and not s.problem for s in self.steps)
+
+    @property
+    def modified(self) -> float:
+        """Return when something in it was last written to, in seconds since 1970."""
+        return max((s.modified or 0.0 for s in self.steps), default=0.0)
+
+
+def prune_run(
+    path: str | os.PathLike[str],
+    *,
+    keep_last: int | None = None,
+    keep_every: int | None = None,
+    keep_best: str | None = None,
+    keep_best_mode: str | None = None,
+    drop_incomplete: timedelta | None = None,
+    dry_run: bool = True,
+    progress: Progress = silent,
+) -> PrunedRun:
+    """Delete the steps of a run that no policy keeps. A trainer may go on to save into it.
+
+    A folder with several runs below it is pruned run by run. Always kept are the newest complete step of a run, later
+    ones, those that are being written, and those that a pointer of the trainer or a link names or that another step
+    needs.
+
+    Args:
+        path: the folder of a run; not a URL.
+        keep_last: keep the newest this many complete steps. None, of each policy: do not use it.
+        keep_every: keep steps that are a multiple of it, or epochs where names have no steps.
+        keep_best: "FILE:KEY", keep the step with the best number; `step_metrics` says what FILE and KEY are.
+        keep_best_mode: "min" or "max"; None: "min" for a key with "loss" or "perplexity" in it, both ends for others.
+        drop_incomplete: delete incomplete steps, too, that nothing was written to for this time, and that are before
+            the newest complete one.
+        dry_run: change nothing, only say what would be deleted.
+        progress: called with ("delete", bytes done, bytes in all).
+
+    Raises:
+        UsageError: no policy, or one that makes no sense; a URL; the path is a checkpoint or a file; the numbers of
+            `keep_best` are missing or ambiguous.
+        NotRecognised: there is no checkpoint.
+        Corrupt: no step is complete; nothing was deleted.
+        Locked: another run deletes in this folder.
+        NotPermitted: the user may not delete there.
+    """
+    _check_policies(path, keep_last, keep_every, keep_best, keep_best_mode, drop_incomplete)
+    with _open_run(path) as source:
+        plan = _Plan(source)
+        plan.protect(drop_incomplete)
+        plan.apply_policies(keep_last, keep_every, keep_best, keep_best_mode)
+        plan.keep_what_others_need()
+        return plan.carry_out(urls.display_path(path), dry_run, progress)
+
+
+def _check_policies(
+    path: str | os.PathLike[str], last: int | None, every: int | None, best: str | None, mode: str | None,
+    age: timedelta | None,
+) -> None:  # fmt: skip
+    """Raise UsageError for arguments of `prune_run` that make no sense."""
+    if urls.is_url(path):
+        raise UsageError(
+            f"{urls.display_path(path)}: steps are deleted in a folder only. A store cannot rename a step out of the "
+            "way at once, so that half of one would be found. Use the lifecycle rules of the store, or delete each "
+            "step's index first."
+        )
+    if last is None and every is None and best is None:
+        raise UsageError(
+            f"Say what to keep: {argument('keep_last')}, {argument('keep_every')}, {argument('keep_best')}, or several."
+        )
+    if any(n is not None and n < 1 for n in (last, every)) or (age is not None and age <= timedelta(0)):
+        raise UsageError(
+            f"{argument('keep_last')}, {argument('keep_every')} and {argument('drop_incomplete')} must be greater than "
+            "zero."
+        )
+    if mode not in (None, "min", "max") or (mode and not best):
+        raise UsageError(f"{argument('keep_best_mode')} is min or max, and goes with {argument('keep_best')}.")
+
+
+def _open_run(path: str | os.PathLike[str]) -> Source:
+    """Return a source for the folder of a run, links in its path followed.
+
+    Raises:
+        UsageError: it is a file.
+    """
+    where = layouts.place(path)
+    if where.file is not None:
+        where.source.close()
+        raise UsageError(f"{os.fspath(path)} is a file; give the folder of the run.")
+    return Source(os.path.realpath(where.source.root))
+
+
+class _Plan:
+    """Which saves of a run go, and why the others stay."""
+
+    def __init__(self, source: Source) -> None:
+        self.source = source
+        found = list_steps(Place(source, None))
+        if [s.name for s in found.steps] == [""]:
+            raise UsageError(
+                f"{source.root} is a checkpoint itself. Give the folder that holds the steps of the run; to delete one "
+                "checkpoint, use rm."
+            )
+        self.saves: dict[str, Save] = {}
+        for s in found.steps:
+            name = detection.step_path(s)
+            run = os.path.dirname(name), "" if s.step is not None else "epoch" if s.epoch is not None else s.name
+            self.saves.setdefault(name, Save(name, run, [])).steps.append(s)
+        self.pointers = list(found.pointers)
+        #: of each run, the newest complete save that could be opened
+        self.newest: dict[tuple[str, str], Save] = {}
+        for save in self._newest_first():
+            if save.complete and save.run not in self.newest and save.number is not None and self._opens(save):
+                self.newest[save.run] = save
+        if not self.newest:
+            raise Corrupt(
+                f"No step in {source.root} is complete, so nothing was deleted.",
+                listing=str(found).partition("\nnext")[0],
+            )
+
+    def _newest_first(self) -> list[Save]:
+        """List the saves, those of the highest steps first."""
+        return sorted(self.saves.values(), key=lambda s: (s.number or 0, s.modified, s.name), reverse=True)
+
+    def _opens(self, save: Save) -> bool:
+        """Tell whether the checkpoints of a save can be opened, as far as ckpttool can, and hold state that a job
+        resumes from; notes what their values name."""
+        for i, s in enumerate(save.steps):
+            if s.weights_only:
+                return False
+            ckpt, error = look_into(self.source, s)
+            if isinstance(error, Corrupt) and not isinstance(error, Unreadable):
+                save.steps[i] = s.with_problem(error)
+                return False
+            if ckpt is not None:
+                every = [x for other in self.saves.values() for x in other.steps]
+                self.pointers += find_pointers_in_values(ckpt, s, every)
+        return True
+
+    def protect(self, drop_incomplete: timedelta | None) -> None:
+        """Note of each save what forbids to delete it, whatever the policies say."""
+        for save in self.saves.values():
+            save.refused = self._why_refused(save, drop_incomplete)
+            newest = self.newest.get(save.run)
+            if newest is None:
+                save.keeps.append("no step of its run is complete")
+            elif save is newest:
+                save.keeps.append("the newest complete one")
+            elif (save.number or 0) > (newest.number or 0) and save.complete:
+                save.keeps.append(f"later than {newest.name}")
+            elif save.complete and save.modified > newest.modified + _BACK:
+                save.keeps.append(f"written after {newest.name}, as if the job had gone back")
+            for p in self.pointers:
+                if p.step is not None and any(s.name == p.step for s in save.steps):
+                    save.keeps.append(f"{p.name} names it")
+
+    def _why_refused(self, save: Save, drop_incomplete: timedelta | None) -> str:
+        """Return why a save must not be deleted, "" if it may."""
+        if save.number is None:
+            return "no name has its step"
+        if any(s.layout == _ARCHIVE for s in save.steps):
+            return "an archive; `ckpttool audit prune` minds its retention and holds"
+        if link := next((s.link for s in save.steps if s.link), None):
+            return f"a link leads to {link}; nothing is deleted through a link"
+        if not save.complete:
+            newest = self.newest.get(save.run)
+            words = save.steps[0].state if len(save.steps) == 1 else "incomplete"
+            if drop_incomplete is None or any(s.being_written for s in save.steps):
+                return words
+            if newest is None or save.number >= (newest.number or 0):
+                return f"{words}; no later step is complete"
+            if time.time() - save.modified < drop_incomplete.total_seconds():
+                return f"{words}; it changed too lately"
+        elif any(s.being_written for s in save.steps):
+            return save.steps[0].state
+        return self._why_odd(save)
+
+    def _why_odd(self, save: Save) -> str:
+        """Return why the folder of a save may hold something else than one checkpoint, "" if it does not."""
+        inside = [other.name for other in self.saves.values() if other.name.startswith(f"{save.name}/")]
+        if inside:
+            return f"it holds another checkpoint, {inside[0]}"
+        rows = {s.name for s in save.steps}
+        if save.name not in rows:  # global_step_3 with actor/ and critic/
+            other = [n for n in self.source.list(save.name) if f"{save.name}/{n}" not in rows]
+            if folders := [n for n in other if self.source.glance(f"{save.name}/{n}")[0]]:
+                return f"it holds {folders[0]}, which is no checkpoint"
+        suffixes = layouts.find(_ARCHIVE).suffixes
+        for folder, _, names in os.walk(os.path.join(self.source.root, save.name)):
+            if archive := next((n for n in names if n.endswith(suffixes)), None):
+                return f"it holds the archive {archive}; `ckpttool audit prune` minds its retention and holds"
+            step = detection.find_step(os.path.basename(folder))
+            if step is not None and step != save.steps[0].step and save.steps[0].step is not None and names:
+                return f"it holds {os.path.relpath(folder, self.source.root)}, of another step"
+        return ""
+
+    def apply_policies(self, last: int | None, every: int | None, best: str | None, mode: str | None) -> None:
+        """Note of each save which policies keep it; those of a run are judged by themselves."""
+        for run in self.newest:
+            judged = [s for s in self._newest_first() if s.run == run and s.number is not None and s.complete]
+            numbers = list(dict.fromkeys(s.number for s in judged))
+            for s in judged:
+                if last is not None and s.number in numbers[:last]:
+                    s.keeps.append(f"one of the last {last}")
+                if every is not None and s.number is not None and s.number % every == 0:
+                    s.keeps.append(
+                        f"{'step' if s.steps[0].step is not None else 'epoch'} {s.number} is a multiple of {every}"
+                    )
+        if best is None:
+            return
+        problems: list[UsageError] = []
+        for run in self.newest:
+            steps = {
+                s.name: s.number for s in self.saves.values() if s.run == run and s.complete and s.number is not None
+            }
+            try:
+                values = read_metrics(self.source, best, steps, by_epoch=run[1] == "epoch")
+            except UsageError as e:
+                problems.append(e)
+                continue
+            for name, why in best_of(values, steps, best.rpartition(":")[2], mode).items():
+                self.saves[name].keeps.append(why)
+        if problems:
+            raise problems[0]
+
+    def going(self) -> list[Save]:
+        """List the saves that nothing keeps, the oldest first."""
+        return [s for s in reversed(self._newest_first()) if not s.keeps and not s.refused]
+
+    def keep_what_others_need(self) -> None:
+        """Keep each save into which a file leads that stays: a link, or the index of a save by a path. Such a save may
+        need a third one."""
+        needs = list(_find_needs(self.source.root, self.saves))
+        while True:
+            going = {s.name for s in self.going()}
+            found = [(of, by, how) for of, by, how in needs if of in going and by not in going]
+            if not found:
+                return
+            for of, by, how in found:
+                self.saves[of].keeps.append(f"{by or 'the run'} needs it: {how}")
+
+    # ------------------------------------------------------------------------------------------------------- deleting
+
+    def carry_out(self, path: str, dry_run: bool, progress: Progress) -> PrunedRun:
+        """Delete what goes, one save after the other, or with `dry_run` only count it; return the result."""
+        going = self.going()
+        for save in going:
+            save.entries = list(_walk(self.source.root, save.name))
+        total = sum(e.st.st_size for s in going for e in s.entries if stat.S_ISREG(e.st.st_mode))
+        folders = dict.fromkeys(os.path.dirname(s.name) for s in (*self.saves.values(), *going))
+        leftovers = [f for folder in folders for f in find_leftovers(self.source.root, folder)]
+        gone: list[str] = []
+        done = freed = 0
+
+        def count(size: int, links: int) -> None:
+            nonlocal done, freed
+            done, freed = done + size, freed + (size if links == 1 else 0)
+            progress("delete", min(done, total), total)
+
+        if dry_run:
+            gone, freed = [s.name for s in going], _count_freed(going)
+        else:
+            for folder in folders:
+                here = [s for s in going if os.path.dirname(s.name) == folder]
+                if not here and not find_leftovers(self.source.root, folder):
+                    continue
+                with Remover(self.source.root, folder, count).hold() as remover:
+                    for save in here:
+                        save.refused = self._delete(save, remover)
+                        if not save.refused:
+                            gone.append(save.name)
+                            note_change(
+                                f"{count_noun(len(gone), 'step')} of {len(going)} are deleted; the same command again "
+                                "deletes the rest."
+                            )
+        rest = [s for s in self._newest_first() if s.name not in gone]
+        return PrunedRun(
+            path,
+            dry_run,
+            tuple(gone),
+            {s.name: tuple(dict.fromkeys(s.keeps)) for s in rest if s.keeps},
+            {s.name: s.refused for s in rest if not s.keeps},
+            freed,
+            len(leftovers),
+        )
+
+    def _delete(self, save: Save, remover: Remover) -> str:
+        """Delete a save, unless something has changed since it was looked at; return why it was not, "" if it was.
+
+        Raises:
+            SourceChanged: the newest complete step of its run is no longer there, or no longer complete.
+        """
+        newest = self.newest[save.run]
+        for s in newest.steps:
+            folder, _, name = s.name.rpartition("/")
+            is_folder = self.source.glance(s.name)[0]
+            where = Place(self.source.below(s.name), None) if is_folder else Place(self.source.below(folder), name)
+            row = detection.describe_place(where) if is_folder or self.source.exists(s.name) else None
+            if row is None or not row.complete:
+                lacks = "is gone" if row is None else f"is not complete any more: {row.lacks}"
+                raise SourceChanged(
+                    f"{s.path} {lacks}. Nothing more was deleted, since it was the newest complete step."
+                )
+        try:
+            if named := [p.name for p in find_pointers(self.source, save.steps) if p.step is not None]:
+                return f"{named[0]} names it by now"
+            if list(_walk(self.source.root, save.name)) != save.entries:
+                return "it changed meanwhile"
+            st = save.entries[0].st
+            remover.remove(os.path.basename(save.name), (st.st_dev, st.st_ino))
+        except FileNotFoundError:
+            return "somebody else deleted it meanwhile"
+        except (SourceChanged, Locked) as e:
+            return str(e)
+        return ""
+
+
+def _walk(root: str, name: str) -> Iterator[Entry]:
+    """Yield an entry of the run, and everything in it if it is a folder, sorted; links are not followed.
+
+    Raises:
+        FileNotFoundError: something disappeared meanwhile.
+    """
+    top = os.path.join(root, name)
+    yield Entry("", _unread(os.lstat(top)))
+    stack = [top] if stat.S_ISDIR(os.lstat(top).st_mode) else []
+    while stack:
+        folder = stack.pop()
+        for entry in sorted(os.scandir(folder), key=lambda e: e.name):
+            st = entry.stat(follow_symlinks=False)
+            yield Entry(os.path.relpath(entry.path, top), _unread(st))
+            if stat.S_ISDIR(st.st_mode):
+                stack.append(entry.path)
+
+
+def _unread(st: os.stat_result) -> os.stat_result:
+    """Return what the system says of a file without the time at which it was last read."""
+    return os.stat_result((*st[:7], 0, *st[8:10]))
+
+
+def _count_freed(saves: Iterable[Save]) -> int:
+    """Return the bytes that the deletion of saves would free: of a file with several names, if all of them go."""
+    names: dict[tuple[int, int], list[int]] = {}
+    for save in saves:
+        for _, st in save.entries:
+            if stat.S_ISREG(st.st_mode):
+                seen = names.setdefault((st.st_dev, st.st_ino), [0, st.st_nlink, st.st_size])
+                seen[0] += 1
+    return sum(size for seen, links, size in names.values() if seen >= links)
+
+
+def _find_needs(root: str, saves: Mapping[str, Save]) -> Iterator[tuple[str, str, str]]:
+    """Yield (save, the save that needs it or "" for the run itself, how) for links into a save, and for indexes that
+    name a file in one."""
+    real = {os.path.join(root, name): name for name in saves}
+
+    def save_of(path: str) -> str | None:
+        """Return the save that a real path is, or lies in."""
+        while len(path) > len(root):
+            if path in real:
+                return real[path]
+            path = os.path.dirname(path)
+        return None
+
+    for folder, folders, files in os.walk(root):
+        of = save_of(folder)
+        for name in (*folders, *files):
+            path = os.path.join(folder, name)
+            by = of or save_of(path)
+            if os.path.islink(path):
+                target = save_of(os.path.realpath(path))
+                if target is not None and target != by:
+                    yield target, by or "", f"{os.path.relpath(path, root)} is a link into it"
+            elif by is not None and re.fullmatch(_INDEX, name) and name in files:
+                for target in _named_in(path, root, saves):
+                    if target != by:
+                        yield target, by, f"{os.path.relpath(path, root)} names files in it"
+
+
+def _named_in(path: str, root: str, saves: Mapping[str, Save]) -> set[str]:
+    """Return the saves that an index names files of, by a path that leads up and down again or is absolute; and the
+    save that the configuration of an adapter names as its base."""
+    found: set[str] = set()
+    try:
+        with open(path, "rb") as f:
+            if os.fstat(f.fileno()).st_size > _MOST_INDEX:
+                return found
+            before = b""
+            while block := f.read(_BLOCK):
+                text = before + block
+                if b"../" in text or os.fsencode(root) in text or b"base_model_name" in text:
+                    for name in saves:
+                        last = os.fsencode(os.path.basename(name))
+                        ends = (b"../" + last + b"/", os.fsencode(os.path.join(root, name)) + b"/")
+                        base = rb'"base_model_name_or_path"\s*:\s*"[^"]*(?<![^/"])' + re.escape(last) + rb'/?"'
+                        if any(end in text for end in ends) or re.search(base, text):
+                            found.add(name)
+                before = text[-4096:]
+    except OSError:
+        pass
+    return found

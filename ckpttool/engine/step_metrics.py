@@ -1,0 +1,186 @@
+"""A number of each step of a run that says how good it is: for `prune --keep-best FILE:KEY`.
+
+FILE is JSON in the folder of each step (`trainer_state.json`, `eval/metrics.json`). Where no step has such a file, it
+is one of the run: JSON, or a JSON object a line with the step in "step", "global_step" or "iteration".
+
+KEY is a path with dots: `eval.loss` is {"eval": {"loss": 0.3}}, or a key with that name. In a list of objects that hold
+a step it is the one of the same step: `log_history.eval_loss` of Hugging Face's trainer_state.json.
+
+A number that is not unique, or is NaN or infinite, is refused: a wrong guess deletes the best step.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Iterator, Mapping
+from math import isfinite
+from typing import Any
+
+from ..bounded_json import parse
+from ..errors import CkpttoolError, UsageError, argument
+from ..storage.remote import open_source
+from ..storage.source import Source
+
+__all__ = ["best_of", "read_metrics"]
+
+_MOST_BYTES = 64 << 20  # of a JSON file
+_BLOCK = 1 << 20
+_STEP_KEYS = ("step", "global_step", "iteration")
+
+
+def read_metrics(source: Source, where: str, steps: Mapping[str, int], by_epoch: bool = False) -> dict[str, float]:
+    """Return {path of a step: its number} for the steps that have one.
+
+    Args:
+        source: opened at the run.
+        where: "FILE:KEY".
+        steps: {path of a step, a folder or file of the source: its step}.
+        by_epoch: steps are counted in epochs, and the file says "epoch".
+
+    Raises:
+        UsageError: no file or number is there, a number is no number, or several stand for one step.
+        CkpttoolError: a file cannot be read.
+    """
+    file, colon, key = where.rpartition(":")
+    if not colon or not file or not key:
+        raise UsageError(f"{argument('keep_best')} {where!r}: write FILE:KEY, as trainer_state.json:best_metric.")
+    step_keys = ("epoch",) if by_epoch else _STEP_KEYS
+    held = {path: f"{path}/{file}" for path in steps if not os.path.isabs(file) and source.exists(f"{path}/{file}")}
+    found: dict[str, list[float]] = {}
+    for path, name in held.items():
+        data = parse(source.read_all(name, _MOST_BYTES), name)
+        found[path] = list(_numbers_at(data, key, steps[path], step_keys, name))
+    if not held:
+        of_step: dict[int, list[str]] = {}
+        for path, number in steps.items():
+            of_step.setdefault(number, []).append(path)
+        for number, value in _read_log(source, file, key, of_step, step_keys):
+            for path in of_step[number]:
+                found.setdefault(path, []).append(value)
+    for path, values in found.items():
+        if len(set(values)) > 1:
+            raise UsageError(
+                f"{argument('keep_best')} {where}: {path} has several numbers: {', '.join(map(str, values[:4]))}. Give "
+                "a file and a key that have one for each step."
+            )
+    out = {path: values[0] for path, values in found.items() if values}
+    if not out:
+        raise UsageError(
+            f"{argument('keep_best')} {where}: {f'{len(held)} steps have {file}' if held else f'the run has {file}'}, "
+            f"and none has a number at {key!r} for a step."
+        )
+    return out
+
+
+def _read_log(
+    source: Source, file: str, key: str, steps: Iterable[int], step_keys: tuple[str, ...]
+) -> Iterator[tuple[int, float]]:
+    """Yield (step, number) of a file of the run, for these steps.
+
+    Raises:
+        UsageError: there is no such file, or it is neither JSON nor JSON objects, one a line.
+    """
+    if os.path.isabs(file):
+        folder, file = os.path.split(file)
+        source = open_source(folder)
+    if not source.exists(file):
+        raise UsageError(f"{argument('keep_best')}: no step has a file {file}, and {source.root} has none.")
+    wanted = set(steps)
+    lines = 0
+    for line in _read_lines(source, file):
+        try:
+            data = parse(line, f"{file}, line {lines + 1}")
+        except CkpttoolError:
+            if lines:
+                raise
+            break  # no log: JSON on several lines
+        lines += 1
+        entries = data if isinstance(data, list) else [data]
+        for entry in entries:
+            number = _step_of(entry, step_keys)
+            if number in wanted:
+                yield from ((number, x) for x in _numbers_at(entry, key, number, step_keys, file))
+            elif number is None and lines == 1:
+                yield from _numbers_of_all(entry, key, wanted, step_keys, file)
+    if not lines:
+        yield from _numbers_of_all(parse(source.read_all(file, _MOST_BYTES), file), key, wanted, step_keys, file)
+
+
+def _numbers_of_all(
+    data: Any, key: str, wanted: Iterable[int], step_keys: tuple[str, ...], file: str
+) -> Iterator[tuple[int, float]]:
+    """Yield (step, number) of JSON that holds a list of objects with steps."""
+    for number in sorted(wanted):
+        yield from ((number, x) for x in _numbers_at(data, key, number, step_keys, file, only_lists=True))
+
+
+def _read_lines(source: Source, file: str) -> Iterator[bytes]:
+    """Yield the lines of a file that are not empty; a line has at most a MiB."""
+    size, left = source.size(file), b""
+    for at in range(0, size, _BLOCK):
+        *lines, left = (left + source.read(file, at, min(_BLOCK, size - at))).split(b"\n")
+        yield from (line for line in lines if line.strip())
+        if len(left) > _BLOCK:
+            return
+    if left.strip():
+        yield left
+
+
+def _step_of(entry: Any, step_keys: tuple[str, ...]) -> int | None:
+    """Return the step that a JSON object says it is of; None where it says none."""
+    if not isinstance(entry, dict):
+        return None
+    return next((int(entry[k]) for k in step_keys if isinstance(entry.get(k), int | float) and entry[k] % 1 == 0), None)
+
+
+def _numbers_at(
+    data: Any, key: str, step: int, step_keys: tuple[str, ...], file: str, only_lists: bool = False
+) -> Iterator[float]:
+    """Yield the numbers at a key of JSON data, of a list those of the objects of this step; a null is none.
+
+    Args:
+        only_lists: yield only what is in a list, since the data is not of one step.
+
+    Raises:
+        UsageError: something else than a number is there, or one that has no order.
+    """
+    if isinstance(data, list):
+        for entry in data:
+            if _step_of(entry, step_keys) == step:
+                yield from _numbers_at(entry, key, step, step_keys, file)
+        return
+    if not isinstance(data, dict):
+        return
+    parts = key.split(".")
+    for n in range(len(parts), 0, -1):
+        if (head := ".".join(parts[:n])) not in data:
+            continue
+        if n < len(parts):
+            yield from _numbers_at(data[head], ".".join(parts[n:]), step, step_keys, file, only_lists)
+        elif not only_lists and (value := data[head]) is not None:
+            if isinstance(value, bool) or not isinstance(value, int | float) or not isfinite(value):
+                raise UsageError(
+                    f"{argument('keep_best')}: {file} has {value!r:.60} at {key!r} for step {step}, which cannot be "
+                    "compared. Give a key whose numbers are finite, or leave the option out."
+                )
+            yield float(value)
+
+
+def best_of(values: Mapping[str, float], steps: Mapping[str, int], key: str, mode: str | None) -> dict[str, str]:
+    """Return {path of a step: why it is the best}; of equal ones, the earliest.
+
+    Args:
+        values: {path: number}, as `read_metrics` returns them.
+        steps: {path: its step}.
+        key: what the number is called, for the text, and for what it means without a mode: that with "loss" or
+            "perplexity" in its name is the better the smaller.
+        mode: "min" or "max"; None to go by the name, and to return both ends where it does not tell.
+    """
+    if mode is None and any(word in key.lower() for word in ("loss", "perplexity", "ppl")):
+        mode = "min"
+    out: dict[str, str] = {}
+    for end, sign, word in (("min", 1, "smallest"), ("max", -1, "largest")):
+        if mode in (None, end) and values:
+            best = min(values, key=lambda path: (sign * values[path], steps[path], path))
+            out.setdefault(best, f"{key} is {values[best]:g}, the {word}")
+    return out
