@@ -19,10 +19,11 @@ import time
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from datetime import timedelta
+from itertools import chain
 from typing import Any, NamedTuple
 
 from .. import layouts
-from ..errors import Corrupt, Locked, SourceChanged, Unreadable, UsageError, argument, note_change
+from ..errors import Corrupt, Locked, SourceChanged, UsageError, argument, note_change
 from ..layouts import Place
 from ..options import Progress, silent
 from ..printable import Shown, count_noun
@@ -49,7 +50,8 @@ class PrunedRun(Shown):
 
     `kept` are those that a policy keeps, or that the run needs; `refused` are those that no policy keeps and that must
     not be deleted, or cannot be judged. `freed` are bytes; of a file with several names, once the last is deleted.
-    `leftovers` is the number of steps that an interrupted run had begun to delete.
+    `leftovers` is the number of steps that an interrupted run had begun to delete, `left_out` the number of folders
+    that were not looked into.
     """
 
     path: str
@@ -59,6 +61,7 @@ class PrunedRun(Shown):
     refused: dict[str, str] = field(default_factory=dict)
     freed: int = 0
     leftovers: int = 0
+    left_out: int = 0
 
     def to_json(self) -> dict[str, Any]:
         """Return plain data."""
@@ -80,14 +83,28 @@ class PrunedRun(Shown):
         left = f"; {count_noun(self.leftovers, 'step')} that an interrupted run had begun to delete" * bool(
             self.leftovers
         )
+        left += f"; {count_noun(self.left_out, 'folder')} not looked into" * bool(self.left_out)
         return f"{what} {'would be freed; nothing was touched' if self.dry_run else 'freed'}{left}"
 
 
 class Entry(NamedTuple):
-    """What is known of a file or folder of a step: its path in the step, and what the system says of it."""
+    """What is known of a file or folder of a step: its path in the step, and what shows that it was changed.
+
+    `links` is the number of its names, which changes when another step with the same file is deleted.
+    """
 
     path: str
-    st: os.stat_result
+    identity: tuple[int, int]
+    mode: int
+    size: int
+    mtime_ns: int
+    links: int
+
+    @classmethod
+    def of(cls, path: str, st: os.stat_result) -> Entry:
+        """Return the entry of a path, by what the system says of it."""
+        size = st.st_size if stat.S_ISREG(st.st_mode) else 0
+        return cls(path, (st.st_dev, st.st_ino), st.st_mode, size, st.st_mtime_ns, st.st_nlink)
 
 
 @dataclass
@@ -215,7 +232,7 @@ class _Plan:
             name = detection.step_path(s)
             run = os.path.dirname(name), "" if s.step is not None else "epoch" if s.epoch is not None else s.name
             self.saves.setdefault(name, Save(name, run, [])).steps.append(s)
-        self.pointers = list(found.pointers)
+        self.pointers, self.left_out = list(found.pointers), found.left_out
         #: of each run, the newest complete save that could be opened
         self.newest: dict[tuple[str, str], Save] = {}
         for save in self._newest_first():
@@ -238,8 +255,8 @@ class _Plan:
             if s.weights_only:
                 return False
             ckpt, error = look_into(self.source, s)
-            if isinstance(error, Corrupt) and not isinstance(error, Unreadable):
-                save.steps[i] = s.with_problem(error)
+            save.steps[i] = s.with_error(error)
+            if save.steps[i].problem:
                 return False
             if ckpt is not None:
                 every = [x for other in self.saves.values() for x in other.steps]
@@ -251,11 +268,13 @@ class _Plan:
         for save in self.saves.values():
             save.refused = self._why_refused(save, drop_incomplete)
             newest = self.newest.get(save.run)
+            if save.number is None:
+                continue
             if newest is None:
                 save.keeps.append("no step of its run is complete")
             elif save is newest:
                 save.keeps.append("the newest complete one")
-            elif (save.number or 0) > (newest.number or 0) and save.complete:
+            elif save.number > (newest.number or 0) and save.complete:
                 save.keeps.append(f"later than {newest.name}")
             elif save.complete and save.modified > newest.modified + _BACK:
                 save.keeps.append(f"written after {newest.name}, as if the job had gone back")
@@ -355,7 +374,7 @@ class _Plan:
         going = self.going()
         for save in going:
             save.entries = list(_walk(self.source.root, save.name))
-        total = sum(e.st.st_size for s in going for e in s.entries if stat.S_ISREG(e.st.st_mode))
+        total = sum(e.size for s in going for e in s.entries)
         folders = dict.fromkeys(os.path.dirname(s.name) for s in (*self.saves.values(), *going))
         leftovers = [f for folder in folders for f in find_leftovers(self.source.root, folder)]
         gone: list[str] = []
@@ -391,6 +410,7 @@ class _Plan:
             {s.name: s.refused for s in rest if not s.keeps},
             freed,
             len(leftovers),
+            self.left_out,
         )
 
     def _delete(self, save: Save, remover: Remover) -> str:
@@ -413,10 +433,10 @@ class _Plan:
         try:
             if named := [p.name for p in find_pointers(self.source, save.steps) if p.step is not None]:
                 return f"{named[0]} names it by now"
-            if list(_walk(self.source.root, save.name)) != save.entries:
+            now = _walk(self.source.root, save.name)
+            if [e._replace(links=0) for e in now] != [e._replace(links=0) for e in save.entries]:
                 return "it changed meanwhile"
-            st = save.entries[0].st
-            remover.remove(os.path.basename(save.name), (st.st_dev, st.st_ino))
+            remover.remove(os.path.basename(save.name), save.entries[0].identity)
         except FileNotFoundError:
             return "somebody else deleted it meanwhile"
         except (SourceChanged, Locked) as e:
@@ -431,31 +451,24 @@ def _walk(root: str, name: str) -> Iterator[Entry]:
         FileNotFoundError: something disappeared meanwhile.
     """
     top = os.path.join(root, name)
-    yield Entry("", _unread(os.lstat(top)))
-    stack = [top] if stat.S_ISDIR(os.lstat(top).st_mode) else []
+    entry = Entry.of("", os.lstat(top))
+    yield entry
+    stack = [top] if stat.S_ISDIR(entry.mode) else []
     while stack:
         folder = stack.pop()
-        for entry in sorted(os.scandir(folder), key=lambda e: e.name):
-            st = entry.stat(follow_symlinks=False)
-            yield Entry(os.path.relpath(entry.path, top), _unread(st))
-            if stat.S_ISDIR(st.st_mode):
-                stack.append(entry.path)
-
-
-def _unread(st: os.stat_result) -> os.stat_result:
-    """Return what the system says of a file without the time at which it was last read."""
-    return os.stat_result((*st[:7], 0, *st[8:10]))
+        for found in sorted(os.scandir(folder), key=lambda e: e.name):
+            entry = Entry.of(os.path.relpath(found.path, top), found.stat(follow_symlinks=False))
+            yield entry
+            if stat.S_ISDIR(entry.mode):
+                stack.append(found.path)
 
 
 def _count_freed(saves: Iterable[Save]) -> int:
     """Return the bytes that the deletion of saves would free: of a file with several names, if all of them go."""
-    names: dict[tuple[int, int], list[int]] = {}
-    for save in saves:
-        for _, st in save.entries:
-            if stat.S_ISREG(st.st_mode):
-                seen = names.setdefault((st.st_dev, st.st_ino), [0, st.st_nlink, st.st_size])
-                seen[0] += 1
-    return sum(size for seen, links, size in names.values() if seen >= links)
+    seen: dict[tuple[int, int], tuple[int, Entry]] = {}
+    for entry in (e for save in saves for e in save.entries if e.size):
+        seen[entry.identity] = seen.get(entry.identity, (0, entry))[0] + 1, entry
+    return sum(entry.size for names, entry in seen.values() if names >= entry.links)
 
 
 def _find_needs(root: str, saves: Mapping[str, Save]) -> Iterator[tuple[str, str, str]]:
@@ -471,7 +484,8 @@ def _find_needs(root: str, saves: Mapping[str, Save]) -> Iterator[tuple[str, str
             path = os.path.dirname(path)
         return None
 
-    for folder, folders, files in os.walk(root):
+    beside = os.path.dirname(root)
+    for folder, folders, files in chain([next(os.walk(beside), (beside, [], []))], os.walk(root)):
         of = save_of(folder)
         for name in (*folders, *files):
             path = os.path.join(folder, name)
@@ -480,7 +494,7 @@ def _find_needs(root: str, saves: Mapping[str, Save]) -> Iterator[tuple[str, str
                 target = save_of(os.path.realpath(path))
                 if target is not None and target != by:
                     yield target, by or "", f"{os.path.relpath(path, root)} is a link into it"
-            elif by is not None and re.fullmatch(_INDEX, name) and name in files:
+            elif by is not None and re.fullmatch(_INDEX, name) and folder != beside and name in files:
                 for target in _named_in(path, root, saves):
                     if target != by:
                         yield target, by, f"{os.path.relpath(path, root)} names files in it"

@@ -20,7 +20,7 @@ from typing import Any
 
 from .. import layouts
 from ..bounded_json import parse
-from ..errors import CkpttoolError, NotRecognised
+from ..errors import CkpttoolError, Corrupt, NotPermitted, NotRecognised, Unsafe
 from ..index.checkpoint import Checkpoint
 from ..layouts import Place
 from ..options import OpenOptions
@@ -82,9 +82,12 @@ class RunStep(FoundCheckpoint):
         """Return the step, or the epoch of a step that is named by that alone."""
         return self.epoch if self.step is None else self.step
 
-    def with_problem(self, error: Exception | None) -> RunStep:
-        """Return the step with the error that it could not be opened for."""
-        return replace(self, problem=str(error).split("\n")[0])
+    def with_error(self, error: Exception | None) -> RunStep:
+        """Return the step with what opening it said: a problem if its files are damaged; what is needed to read it, as
+        its next step, if it lacks only that."""
+        text = str(error).split("\n")[0]
+        damaged = isinstance(error, Corrupt | Unsafe | NotPermitted | OSError)
+        return self if error is None else replace(self, **{"problem" if damaged else "next_step": text})
 
     @property
     def state(self) -> str:
@@ -411,8 +414,10 @@ def _look_at_kinds(source: Source, steps: list[RunStep]) -> tuple[list[RunStep],
             s = steps[i]
             ckpt, error = look_into(source, s)
             if ckpt is None:
-                out[i] = s.with_problem(error)
-                continue
+                out[i] = s.with_error(error)
+                if out[i].problem:
+                    continue
+                break
             text = next_step(ckpt, s.path)
             for j in same:
                 said = text.replace(shlex.quote(s.path), shlex.quote(steps[j].path))

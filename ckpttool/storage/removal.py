@@ -105,7 +105,7 @@ class Remover:
         """
         at = os.path.join(self.root, self.folder)
         with _explained(os.path.join(at, name)), open_below(self.root, self.folder) as fd:
-            with holding_lock(LeftoverFiles(os.path.join(at, name))):
+            with holding_lock(LeftoverFiles(os.path.join(at, name)), look_only=True):
                 _check_identity(fd, name, identity, at)
                 aside = self._make_aside(at)
                 with open_below(at, os.path.basename(aside)) as into:
