@@ -28,7 +28,7 @@ from ..layouts import Place
 from ..options import Progress, silent
 from ..printable import Shown, count_noun
 from ..storage import urls
-from ..storage.removal import Remover, find_leftovers
+from ..storage.removal import Remover, find_leftovers, is_tidy
 from ..storage.source import Source
 from .discover import detection
 from .discover.unread_files import human
@@ -276,11 +276,16 @@ class _Plan:
                 save.keeps.append("the newest complete one")
             elif save.number > (newest.number or 0) and save.complete:
                 save.keeps.append(f"later than {newest.name}")
-            elif save.complete and save.modified > newest.modified + _BACK:
+            elif save.complete and not save.refused and self._written(save) > self._written(newest) + _BACK:
                 save.keeps.append(f"written after {newest.name}, as if the job had gone back")
             for p in self.pointers:
                 if p.step is not None and any(s.name == p.step for s in save.steps):
                     save.keeps.append(f"{p.name} names it")
+
+    def _written(self, save: Save) -> float:
+        """Return when the tensors of a save were written, in seconds since 1970: its largest file. Others may come
+        later, as the results of an evaluation."""
+        return max(_walk(self.source.root, save.name), key=lambda e: e.size).mtime_ns / 1e9
 
     def _why_refused(self, save: Save, drop_incomplete: timedelta | None) -> str:
         """Return why a save must not be deleted, "" if it may."""
@@ -390,7 +395,7 @@ class _Plan:
         else:
             for folder in folders:
                 here = [s for s in going if os.path.dirname(s.name) == folder]
-                if not here and not find_leftovers(self.source.root, folder):
+                if not here and is_tidy(self.source.root, folder):
                     continue
                 with Remover(self.source.root, folder, count).hold() as remover:
                     for save in here:

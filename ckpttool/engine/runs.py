@@ -86,8 +86,9 @@ class RunStep(FoundCheckpoint):
         """Return the step with what opening it said: a problem if its files are damaged; what is needed to read it, as
         its next step, if it lacks only that."""
         text = str(error).split("\n")[0]
-        damaged = isinstance(error, Corrupt | Unsafe | NotPermitted | OSError)
-        return self if error is None else replace(self, **{"problem" if damaged else "next_step": text})
+        if isinstance(error, Corrupt | Unsafe | NotPermitted | OSError):
+            return replace(self, problem=text)
+        return self if error is None else replace(self, next_step=text)
 
     @property
     def state(self) -> str:

@@ -21,7 +21,7 @@ from ..errors import CkpttoolError, SourceChanged, Unsafe, kind_of_failure
 from .local_file import sync_folder
 from .partial import LeftoverFiles, holding_lock, make_private_folder, rename_special, why_foreign
 
-__all__ = ["Remover", "find_leftovers", "open_below"]
+__all__ = ["Remover", "find_leftovers", "is_tidy", "open_below"]
 
 _NAME = "ckpttool-prune"
 _ID = b"prune\0".hex()
@@ -65,6 +65,12 @@ def find_leftovers(root: str, folder: str) -> list[str]:
         return [f for f in leftovers.folders() if f"partial-{_ID}" in f and why_foreign(f) is None]
     except OSError:
         return []
+
+
+def is_tidy(root: str, folder: str) -> bool:
+    """Return whether no interrupted run left anything in a folder, not even its lock."""
+    lock = LeftoverFiles(os.path.join(root, folder, _NAME)).lock
+    return not os.path.lexists(lock) and not find_leftovers(root, folder)
 
 
 class Remover:
