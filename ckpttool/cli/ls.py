@@ -15,10 +15,7 @@ __all__ = ["ls"]
 @about(
     ("The steps of a run", "ckpttool ls run"),
     ("In a bucket", "ckpttool ls s3://bucket/run"),
-    (
-        "The paths of the complete ones, for a script",
-        "ckpttool ls run --json | jq -r '.steps[] | select(.complete).path'",
-    ),
+    ("For a script", "ckpttool ls run --fast --json"),
     exits=READING,
 )
 def ls(

@@ -23,7 +23,7 @@ from itertools import chain
 from typing import Any, NamedTuple
 
 from .. import layouts
-from ..errors import Corrupt, Locked, SourceChanged, UsageError, argument, note_change
+from ..errors import Corrupt, Locked, NotRecognised, SourceChanged, UsageError, argument, note_change
 from ..layouts import Place
 from ..options import Progress, silent
 from ..printable import Shown, count_noun
@@ -187,8 +187,8 @@ def _check_policies(
     if urls.is_url(path):
         raise UsageError(
             f"{urls.display_path(path)}: steps are deleted in a folder only. A store cannot rename a step out of the "
-            "way at once, so that half of one would be found. Use the lifecycle rules of the store, or delete each "
-            "step's index first."
+            "way, so a job that starts meanwhile could find half of one. Delete there with the store's own tools, of "
+            "each step the file that its trainer writes last (.metadata, trainer_state.json) first."
         )
     if last is None and every is None and best is None:
         raise UsageError(
@@ -232,6 +232,12 @@ class _Plan:
             name = detection.step_path(s)
             run = os.path.dirname(name), "" if s.step is not None else "epoch" if s.epoch is not None else s.name
             self.saves.setdefault(name, Save(name, run, [])).steps.append(s)
+        if not any(save.number is not None for save in self.saves.values()):
+            raise NotRecognised(
+                f"No checkpoint in {source.root} has a step in its name, so none is older than another. Give the "
+                "folder that holds the steps of the run.",
+                listing="\n".join(found.table()),
+            )
         self.pointers, self.left_out = list(found.pointers), found.left_out
         #: of each run, the newest complete save that could be opened
         self.newest: dict[tuple[str, str], Save] = {}
@@ -241,7 +247,7 @@ class _Plan:
         if not self.newest:
             raise Corrupt(
                 f"No step in {source.root} is complete, so nothing was deleted.",
-                listing=str(found).partition("\nnext")[0],
+                listing="\n".join(found.table()),
             )
 
     def _newest_first(self) -> list[Save]:
