@@ -12,6 +12,7 @@ Archives have retention and holds, which `ckpttool audit prune` knows; they are 
 
 from __future__ import annotations
 
+import hashlib
 import os
 import re
 import stat
@@ -28,7 +29,7 @@ from ..layouts import Place
 from ..options import Progress, silent
 from ..printable import Shown, count_noun
 from ..storage import urls
-from ..storage.removal import Remover, find_leftovers, is_tidy
+from ..storage.removal import Remover, explain_failures, find_leftovers, is_tidy
 from ..storage.source import Source
 from .discover import detection
 from .discover.unread_files import human
@@ -38,6 +39,7 @@ from .step_metrics import best_of, read_metrics
 __all__ = ["PrunedRun", "prune_run"]
 
 _ARCHIVE = "audit"
+_GONE = "somebody else deleted it meanwhile"
 _BACK = 60.0  # seconds by which a step must be younger than a later one, to have been written after it
 _INDEX = r"(?i)(.*\.)?metadata(\.json)?|.*\.(json|ya?ml|index|txt)"
 _MOST_INDEX = 256 << 20  # bytes
@@ -88,10 +90,7 @@ class PrunedRun(Shown):
 
 
 class Entry(NamedTuple):
-    """What is known of a file or folder of a step: its path in the step, and what shows that it was changed.
-
-    `links` is the number of its names, which changes when another step with the same file is deleted.
-    """
+    """A file or folder of a step: its path in the step, and what the system says of it. `size` is that of a file."""
 
     path: str
     identity: tuple[int, int]
@@ -107,6 +106,21 @@ class Entry(NamedTuple):
         return cls(path, (st.st_dev, st.st_ino), st.st_mode, size, st.st_mtime_ns, st.st_nlink)
 
 
+class Contents(NamedTuple):
+    """What a step was when it was looked at.
+
+    `digest` is over all entries but not over the number of their names, which changes when another step with the same
+    file is deleted. `written` is when the largest file was, in seconds since 1970: the tensors, and not the results
+    of a later evaluation. `shared` are the files that have several names.
+    """
+
+    identity: tuple[int, int]
+    size: int
+    digest: str
+    written: float
+    shared: tuple[Entry, ...]
+
+
 @dataclass
 class Save:
     """What is deleted or kept as one: the folder or file whose name has the step, with the checkpoints in it."""
@@ -116,7 +130,7 @@ class Save:
     steps: list[RunStep]
     keeps: list[str] = field(default_factory=list)
     refused: str = ""
-    entries: list[Entry] = field(default_factory=list)
+    contents: Contents | None = None
 
     @property
     def number(self) -> int | None:
@@ -127,6 +141,11 @@ class Save:
     def complete(self) -> bool:
         """Tell whether all checkpoints in it are complete."""
         return all(s.complete and not s.problem for s in self.steps)
+
+    @property
+    def of_weights(self) -> bool:
+        """Tell whether its layouts hold the weights of a model alone, as an export beside the steps of a run."""
+        return all((layout := layouts.read_as(s.layout)) is not None and layout.of_weights for s in self.steps)
 
     @property
     def modified(self) -> float:
@@ -171,7 +190,7 @@ def prune_run(
         NotPermitted: the user may not delete there.
     """
     _check_policies(path, keep_last, keep_every, keep_best, keep_best_mode, drop_incomplete)
-    with _open_run(path) as source:
+    with _open_run(path) as source, explain_failures(source.root):
         plan = _Plan(source)
         plan.protect(drop_incomplete)
         plan.apply_policies(keep_last, keep_every, keep_best, keep_best_mode)
@@ -241,8 +260,11 @@ class _Plan:
         self.pointers, self.left_out = list(found.pointers), found.left_out
         #: of each run, the newest complete save that could be opened
         self.newest: dict[tuple[str, str], Save] = {}
+        trains = {s.run for s in self.saves.values() if s.complete and not s.of_weights}
         for save in self._newest_first():
-            if save.complete and save.run not in self.newest and save.number is not None and self._opens(save):
+            if save.run in self.newest or save.number is None or not save.complete:
+                continue
+            if not (save.of_weights and save.run in trains) and self._opens(save):
                 self.newest[save.run] = save
         if not self.newest:
             raise Corrupt(
@@ -278,20 +300,23 @@ class _Plan:
                 continue
             if newest is None:
                 save.keeps.append("no step of its run is complete")
-            elif save is newest:
-                save.keeps.append("the newest complete one")
-            elif save.number > (newest.number or 0) and save.complete:
+            elif save.number == newest.number:
+                save.keeps.append("the newest complete one" if save is newest else f"of the same step as {newest.name}")
+            elif not save.complete or save.refused:
+                pass
+            elif save.number > (newest.number or 0):
                 save.keeps.append(f"later than {newest.name}")
-            elif save.complete and not save.refused and self._written(save) > self._written(newest) + _BACK:
+            elif self._look_at(save).written > self._look_at(newest).written + _BACK:
                 save.keeps.append(f"written after {newest.name}, as if the job had gone back")
             for p in self.pointers:
                 if p.step is not None and any(s.name == p.step for s in save.steps):
                     save.keeps.append(f"{p.name} names it")
 
-    def _written(self, save: Save) -> float:
-        """Return when the tensors of a save were written, in seconds since 1970: its largest file. Others may come
-        later, as the results of an evaluation."""
-        return max(_walk(self.source.root, save.name), key=lambda e: e.size).mtime_ns / 1e9
+    def _look_at(self, save: Save) -> Contents:
+        """Return what a save was when this was first asked."""
+        if save.contents is None:
+            save.contents = _read_contents(self.source.root, save.name)
+        return save.contents
 
     def _why_refused(self, save: Save, drop_incomplete: timedelta | None) -> str:
         """Return why a save must not be deleted, "" if it may."""
@@ -382,10 +407,13 @@ class _Plan:
 
     def carry_out(self, path: str, dry_run: bool, progress: Progress) -> PrunedRun:
         """Delete what goes, one save after the other, or with `dry_run` only count it; return the result."""
+        for save in self.going():
+            try:
+                self._look_at(save)
+            except FileNotFoundError:
+                save.refused = _GONE
         going = self.going()
-        for save in going:
-            save.entries = list(_walk(self.source.root, save.name))
-        total = sum(e.size for s in going for e in s.entries)
+        total = sum(self._look_at(s).size for s in going)
         folders = dict.fromkeys(os.path.dirname(s.name) for s in (*self.saves.values(), *going))
         leftovers = [f for folder in folders for f in find_leftovers(self.source.root, folder)]
         gone: list[str] = []
@@ -397,7 +425,7 @@ class _Plan:
             progress("delete", min(done, total), total)
 
         if dry_run:
-            gone, freed = [s.name for s in going], _count_freed(going)
+            gone, freed = [s.name for s in going], _count_freed(map(self._look_at, going))
         else:
             for folder in folders:
                 here = [s for s in going if os.path.dirname(s.name) == folder]
@@ -444,12 +472,11 @@ class _Plan:
         try:
             if named := [p.name for p in find_pointers(self.source, save.steps) if p.step is not None]:
                 return f"{named[0]} names it by now"
-            now = _walk(self.source.root, save.name)
-            if [e._replace(links=0) for e in now] != [e._replace(links=0) for e in save.entries]:
+            if _read_contents(self.source.root, save.name)[:3] != self._look_at(save)[:3]:
                 return "it changed meanwhile"
-            remover.remove(os.path.basename(save.name), save.entries[0].identity)
+            remover.remove(os.path.basename(save.name), self._look_at(save).identity)
         except FileNotFoundError:
-            return "somebody else deleted it meanwhile"
+            return _GONE
         except (SourceChanged, Locked) as e:
             return str(e)
         return ""
@@ -474,12 +501,33 @@ def _walk(root: str, name: str) -> Iterator[Entry]:
                 stack.append(found.path)
 
 
-def _count_freed(saves: Iterable[Save]) -> int:
-    """Return the bytes that the deletion of saves would free: of a file with several names, if all of them go."""
-    seen: dict[tuple[int, int], tuple[int, Entry]] = {}
-    for entry in (e for save in saves for e in save.entries if e.size):
-        seen[entry.identity] = seen.get(entry.identity, (0, entry))[0] + 1, entry
-    return sum(entry.size for names, entry in seen.values() if names >= entry.links)
+def _read_contents(root: str, name: str) -> Contents:
+    """Look at everything in an entry of the run.
+
+    Raises:
+        FileNotFoundError: something disappeared meanwhile.
+    """
+    digest, size, shared = hashlib.blake2b(), 0, list[Entry]()
+    entries = _walk(root, name)
+    largest = top = next(entries)
+    for entry in chain([top], entries):
+        digest.update(repr(entry._replace(links=0)).encode("utf-8", "surrogatepass"))
+        size += entry.size
+        largest = max(largest, entry, key=lambda e: e.size)
+        if entry.size and entry.links > 1:
+            shared.append(entry)
+    return Contents(top.identity, size, digest.hexdigest(), largest.mtime_ns / 1e9, tuple(shared))
+
+
+def _count_freed(looked: Iterable[Contents]) -> int:
+    """Return the bytes that the deletion of steps would free: of a file with several names, if all of them go."""
+    freed, seen = 0, dict[tuple[int, int], int]()
+    for contents in looked:
+        freed += contents.size
+        for entry in contents.shared:
+            seen[entry.identity] = seen.get(entry.identity, 0) + 1
+            freed -= entry.size * (seen[entry.identity] < entry.links)
+    return freed
 
 
 def _find_needs(root: str, saves: Mapping[str, Save]) -> Iterator[tuple[str, str, str]]:

@@ -21,7 +21,7 @@ from typing import Any
 from .. import layouts
 from ..bounded_json import parse
 from ..errors import CkpttoolError, Corrupt, NotPermitted, NotRecognised, Unsafe
-from ..index.checkpoint import Checkpoint
+from ..index.checkpoint import Checkpoint, Value
 from ..layouts import Place
 from ..options import OpenOptions
 from ..printable import Shown, count_noun
@@ -346,10 +346,12 @@ def find_pointers_in_values(ckpt: Checkpoint, step: RunStep, steps: Sequence[Run
     """Yield what the values of a checkpoint name among the other steps, as the path of the best one."""
     others = {s.name.rpartition("/")[2]: s for s in steps if s.name != step.name}
     own = step.name.rpartition("/")[2]
-    for name, value in ckpt.values.items():
-        texts = [value.data] if isinstance(value.data, str) else []
-        for text in [*texts, *(p for p in value.path if isinstance(p, str) and "/" in p)]:
+    for name, entry in (*ckpt.values.items(), *ckpt.tensors.items()):
+        texts = [entry.data] if isinstance(entry, Value) and isinstance(entry.data, str) else []
+        for text in [*texts, *(p for p in entry.path if isinstance(p, str) and "/" in p)]:
             last = text.rstrip("/").rpartition("/")[2]
+            if last.isdigit():  # may count anything
+                continue
             if last in others:
                 yield _make_pointer(f"{step.name}: {name}", text, others[last].name, steps)
             elif last != own and re.sub(r"\d+", "#", last) == re.sub(r"\d+", "#", own) != own:

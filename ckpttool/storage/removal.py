@@ -21,7 +21,7 @@ from ..errors import CkpttoolError, SourceChanged, Unsafe, kind_of_failure
 from .local_file import sync_folder
 from .partial import LeftoverFiles, holding_lock, make_private_folder, rename_special, why_foreign
 
-__all__ = ["Remover", "find_leftovers", "is_tidy", "open_below"]
+__all__ = ["Remover", "explain_failures", "find_leftovers", "is_tidy", "open_below"]
 
 _NAME = "ckpttool-prune"
 _ID = b"prune\0".hex()
@@ -91,9 +91,9 @@ class Remover:
     def hold(self) -> Iterator[Remover]:
         """While the block runs, hold the lock of the folder; first, delete what an interrupted run left."""
         at = os.path.join(self.root, self.folder)
-        with _explained(at), open_below(self.root, self.folder):
+        with explain_failures(at), open_below(self.root, self.folder):
             pass  # no link leads out
-        with _explained(at), holding_lock(LeftoverFiles(os.path.join(at, _NAME))):
+        with explain_failures(at), holding_lock(LeftoverFiles(os.path.join(at, _NAME))):
             for left in find_leftovers(self.root, self.folder):
                 self._delete_aside(left)
             yield self
@@ -110,7 +110,7 @@ class Remover:
             Locked: a conversion is replacing it.
         """
         at = os.path.join(self.root, self.folder)
-        with _explained(os.path.join(at, name)), open_below(self.root, self.folder) as fd:
+        with explain_failures(os.path.join(at, name)), open_below(self.root, self.folder) as fd:
             with holding_lock(LeftoverFiles(os.path.join(at, name)), look_only=True):
                 _check_identity(fd, name, identity, at)
                 aside = self._make_aside(at)
@@ -175,7 +175,7 @@ def _check_identity(fd: int, name: str, identity: tuple[int, int], at: str) -> N
 
 
 @contextmanager
-def _explained(path: str) -> Iterator[None]:
+def explain_failures(path: str) -> Iterator[None]:
     """While the block runs, make errors of the system errors of ours, about a path."""
     try:
         yield

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from commands import ckpttool_here as run
 from peers import FIXTURES
 
@@ -264,6 +265,25 @@ def test_steps_that_were_written_after_later_ones_stay(tmp_path: Path) -> None:
     done = prune_run(tmp_path, keep_last=2, dry_run=False)
     assert done.deleted == ("step-100", "step-300")
     assert done.kept["step-200"] == ("written after step-500, as if the job had gone back",)
+
+
+def test_an_export_beside_the_steps_is_not_what_a_job_resumes_from(tmp_path: Path) -> None:
+    make(tmp_path, 1, 2, 3)
+    for name in ("a-step-3", "step-2-hf", "step-4-hf"):
+        shutil.copytree(FIXTURES / "hf_llama" / "ckpt", tmp_path / name)
+    done = prune_run(tmp_path, keep_every=5, dry_run=False)
+    assert done.deleted == ("step-1", "step-2", "step-2-hf")
+    assert {n: r[0] for n, r in done.kept.items()} == {
+        "step-3": "the newest complete one", "a-step-3": "of the same step as step-3", "step-4-hf": "later than step-3",
+    }  # fmt: skip
+
+
+def test_the_paths_that_callbacks_of_the_newest_file_hold_are_pointers(tmp_path: Path) -> None:
+    for step in (1, 2, 3, 4):
+        state = {"best_model_path": "/old/step=2.ckpt", "best_k_models": {"/old/step=1.ckpt": torch.tensor(0.5)}}
+        whole = {"state_dict": {"w": torch.ones(3)}, "global_step": step, "callbacks": {"ModelCheckpoint": state}}
+        torch.save(whole | {"pytorch-lightning_version": "2.6.0", "epoch": 0}, tmp_path / f"step={step}.ckpt")
+    assert prune_run(tmp_path, keep_last=1, dry_run=False).deleted == ("step=3.ckpt",)
 
 
 def test_archives_and_what_has_no_step_stay(tmp_path: Path) -> None:
