@@ -89,7 +89,7 @@ class PrunedRun(Shown):
         return f"{what} {'would be freed; nothing was touched' if self.dry_run else 'freed'}{left}"
 
 
-class Entry(NamedTuple):
+class _Entry(NamedTuple):
     """A file or folder of a step: its path in the step, and what the system says of it. `size` is that of a file."""
 
     path: str
@@ -100,13 +100,13 @@ class Entry(NamedTuple):
     links: int
 
     @classmethod
-    def of(cls, path: str, st: os.stat_result) -> Entry:
+    def of(cls, path: str, st: os.stat_result) -> _Entry:
         """Return the entry of a path, by what the system says of it."""
         size = st.st_size if stat.S_ISREG(st.st_mode) else 0
         return cls(path, (st.st_dev, st.st_ino), st.st_mode, size, st.st_mtime_ns, st.st_nlink)
 
 
-class Contents(NamedTuple):
+class _Contents(NamedTuple):
     """What a step was when it was looked at.
 
     `digest` is over all entries but not over the number of their names, which changes when another step with the same
@@ -118,11 +118,11 @@ class Contents(NamedTuple):
     size: int
     digest: str
     written: float
-    shared: tuple[Entry, ...]
+    shared: tuple[_Entry, ...]
 
 
 @dataclass
-class Save:
+class _Save:
     """What is deleted or kept as one: the folder or file whose name has the step, with the checkpoints in it."""
 
     name: str
@@ -130,7 +130,7 @@ class Save:
     steps: list[RunStep]
     keeps: list[str] = field(default_factory=list)
     refused: str = ""
-    contents: Contents | None = None
+    contents: _Contents | None = None
 
     @property
     def number(self) -> int | None:
@@ -246,11 +246,11 @@ class _Plan:
                 f"{source.root} is a checkpoint itself. Give the folder that holds the steps of the run; to delete one "
                 "checkpoint, use rm."
             )
-        self.saves: dict[str, Save] = {}
+        self.saves: dict[str, _Save] = {}
         for s in found.steps:
             name = detection.step_path(s)
             run = os.path.dirname(name), "" if s.step is not None else "epoch" if s.epoch is not None else s.name
-            self.saves.setdefault(name, Save(name, run, [])).steps.append(s)
+            self.saves.setdefault(name, _Save(name, run, [])).steps.append(s)
         if not any(save.number is not None for save in self.saves.values()):
             raise NotRecognised(
                 f"No checkpoint in {source.root} has a step in its name, so none is older than another. Give the "
@@ -259,7 +259,7 @@ class _Plan:
             )
         self.pointers, self.left_out = list(found.pointers), found.left_out
         #: of each run, the newest complete save that could be opened
-        self.newest: dict[tuple[str, str], Save] = {}
+        self.newest: dict[tuple[str, str], _Save] = {}
         trains = {s.run for s in self.saves.values() if s.complete and not s.of_weights}
         for save in self._newest_first():
             if save.run in self.newest or save.number is None or not save.complete:
@@ -272,11 +272,11 @@ class _Plan:
                 listing="\n".join(found.table()),
             )
 
-    def _newest_first(self) -> list[Save]:
+    def _newest_first(self) -> list[_Save]:
         """List the saves, those of the highest steps first."""
         return sorted(self.saves.values(), key=lambda s: (s.number or 0, s.modified, s.name), reverse=True)
 
-    def _opens(self, save: Save) -> bool:
+    def _opens(self, save: _Save) -> bool:
         """Tell whether the checkpoints of a save can be opened, as far as ckpttool can, and hold state that a job
         resumes from; notes what their values name."""
         for i, s in enumerate(save.steps):
@@ -312,13 +312,13 @@ class _Plan:
                 if p.step is not None and any(s.name == p.step for s in save.steps):
                     save.keeps.append(f"{p.name} names it")
 
-    def _look_at(self, save: Save) -> Contents:
+    def _look_at(self, save: _Save) -> _Contents:
         """Return what a save was when this was first asked."""
         if save.contents is None:
             save.contents = _read_contents(self.source.root, save.name)
         return save.contents
 
-    def _why_refused(self, save: Save, drop_incomplete: timedelta | None) -> str:
+    def _why_refused(self, save: _Save, drop_incomplete: timedelta | None) -> str:
         """Return why a save must not be deleted, "" if it may."""
         if save.number is None:
             return "no name has its step"
@@ -339,7 +339,7 @@ class _Plan:
             return save.steps[0].state
         return self._why_odd(save)
 
-    def _why_odd(self, save: Save) -> str:
+    def _why_odd(self, save: _Save) -> str:
         """Return why the folder of a save may hold something else than one checkpoint, "" if it does not."""
         inside = [other.name for other in self.saves.values() if other.name.startswith(f"{save.name}/")]
         if inside:
@@ -387,7 +387,7 @@ class _Plan:
         if problems:
             raise problems[0]
 
-    def going(self) -> list[Save]:
+    def going(self) -> list[_Save]:
         """List the saves that nothing keeps, the oldest first."""
         return [s for s in reversed(self._newest_first()) if not s.keeps and not s.refused]
 
@@ -452,7 +452,7 @@ class _Plan:
             self.left_out,
         )
 
-    def _delete(self, save: Save, remover: Remover) -> str:
+    def _delete(self, save: _Save, remover: Remover) -> str:
         """Delete a save, unless something has changed since it was looked at; return why it was not, "" if it was.
 
         Raises:
@@ -482,32 +482,32 @@ class _Plan:
         return ""
 
 
-def _walk(root: str, name: str) -> Iterator[Entry]:
+def _walk(root: str, name: str) -> Iterator[_Entry]:
     """Yield an entry of the run, and everything in it if it is a folder, sorted; links are not followed.
 
     Raises:
         FileNotFoundError: something disappeared meanwhile.
     """
     top = os.path.join(root, name)
-    entry = Entry.of("", os.lstat(top))
+    entry = _Entry.of("", os.lstat(top))
     yield entry
     stack = [top] if stat.S_ISDIR(entry.mode) else []
     while stack:
         folder = stack.pop()
         for found in sorted(os.scandir(folder), key=lambda e: e.name):
-            entry = Entry.of(os.path.relpath(found.path, top), found.stat(follow_symlinks=False))
+            entry = _Entry.of(os.path.relpath(found.path, top), found.stat(follow_symlinks=False))
             yield entry
             if stat.S_ISDIR(entry.mode):
                 stack.append(found.path)
 
 
-def _read_contents(root: str, name: str) -> Contents:
+def _read_contents(root: str, name: str) -> _Contents:
     """Look at everything in an entry of the run.
 
     Raises:
         FileNotFoundError: something disappeared meanwhile.
     """
-    digest, size, shared = hashlib.blake2b(), 0, list[Entry]()
+    digest, size, shared = hashlib.blake2b(), 0, list[_Entry]()
     entries = _walk(root, name)
     largest = top = next(entries)
     for entry in chain([top], entries):
@@ -516,10 +516,10 @@ def _read_contents(root: str, name: str) -> Contents:
         largest = max(largest, entry, key=lambda e: e.size)
         if entry.size and entry.links > 1:
             shared.append(entry)
-    return Contents(top.identity, size, digest.hexdigest(), largest.mtime_ns / 1e9, tuple(shared))
+    return _Contents(top.identity, size, digest.hexdigest(), largest.mtime_ns / 1e9, tuple(shared))
 
 
-def _count_freed(looked: Iterable[Contents]) -> int:
+def _count_freed(looked: Iterable[_Contents]) -> int:
     """Return the bytes that the deletion of steps would free: of a file with several names, if all of them go."""
     freed, seen = 0, dict[tuple[int, int], int]()
     for contents in looked:
@@ -530,7 +530,7 @@ def _count_freed(looked: Iterable[Contents]) -> int:
     return freed
 
 
-def _find_needs(root: str, saves: Mapping[str, Save]) -> Iterator[tuple[str, str, str]]:
+def _find_needs(root: str, saves: Mapping[str, _Save]) -> Iterator[tuple[str, str, str]]:
     """Yield (save, the save that needs it or "" for the run itself, how) for links into a save, and for indexes that
     name a file in one."""
     real = {os.path.join(root, name): name for name in saves}
@@ -559,7 +559,7 @@ def _find_needs(root: str, saves: Mapping[str, Save]) -> Iterator[tuple[str, str
                         yield target, by, f"{os.path.relpath(path, root)} names files in it"
 
 
-def _named_in(path: str, root: str, saves: Mapping[str, Save]) -> set[str]:
+def _named_in(path: str, root: str, saves: Mapping[str, _Save]) -> set[str]:
     """Return the saves that an index names files of, by a path that leads up and down again or is absolute; and the
     save that the configuration of an adapter names as its base."""
     found: set[str] = set()
