@@ -458,21 +458,13 @@ class _Plan:
         Raises:
             SourceChanged: the newest complete step of its run is no longer there, or no longer complete.
         """
-        newest = self.newest[save.run]
-        for s in newest.steps:
-            folder, _, name = s.name.rpartition("/")
-            is_folder = self.source.glance(s.name)[0]
-            where = Place(self.source.below(s.name), None) if is_folder else Place(self.source.below(folder), name)
-            row = detection.describe_place(where) if is_folder or self.source.exists(s.name) else None
-            if row is None or not row.complete:
-                lacks = "is gone" if row is None else f"is not complete any more: {row.lacks}"
-                raise SourceChanged(
-                    f"{s.path} {lacks}. Nothing more was deleted, since it was the newest complete step."
-                )
-        try:
-            if named := [p.name for p in find_pointers(self.source, save.steps) if p.step is not None]:
+        root = self.source.root
+        with Source(root) as now:  # which has read nothing yet
+            _check_complete(now, self.newest[save.run])
+            if named := [p.name for p in find_pointers(now, save.steps) if p.step is not None]:
                 return f"{named[0]} names it by now"
-            if _read_contents(self.source.root, save.name)[:3] != self._look_at(save)[:3]:
+        try:
+            if _read_contents(root, save.name)[:3] != self._look_at(save)[:3]:
                 return "it changed meanwhile"
             remover.remove(os.path.basename(save.name), self._look_at(save).identity)
         except FileNotFoundError:
@@ -480,6 +472,22 @@ class _Plan:
         except (SourceChanged, Locked) as e:
             return str(e)
         return ""
+
+
+def _check_complete(source: Source, save: _Save) -> None:
+    """Check by the names of its files that the newest complete step of a run is still that.
+
+    Raises:
+        SourceChanged: it is not.
+    """
+    for s in save.steps:
+        folder, _, name = s.name.rpartition("/")
+        is_folder = source.glance(s.name)[0]
+        where = Place(source.below(s.name), None) if is_folder else Place(source.below(folder), name)
+        row = detection.describe_place(where) if is_folder or source.exists(s.name) else None
+        if row is None or not row.complete:
+            lacks = "is gone" if row is None else f"is not complete any more: {row.lacks}"
+            raise SourceChanged(f"{s.path} {lacks}. Nothing more was deleted, since it was the newest complete step.")
 
 
 def _walk(root: str, name: str) -> Iterator[_Entry]:

@@ -320,11 +320,17 @@ def _read_pointer(source: Source, folder: str, path: str, steps: Sequence[FoundC
     named = [s.name for s in beside if not words.isdisjoint(s.name.split("/"))]
     if text.isascii() and text.isdigit():
         named = [s.name for s in beside if s.step == int(text)] or named
-    if text.rpartition("/")[2] in source.list(folder) and not named:  # some other thing
-        return []
-    if not named and len(text.split()) == 1 and text.isprintable() and not set(text) & set("{}[]\"'"):
-        return [Pointer(path, text, None, f"names {text}, which is not here")]
+    last = text.rpartition("/")[2]
+    if not named and last not in source.list(folder) and len(text.split()) == 1 and not set(text) & set("{}[]\"'"):
+        of_newest = re.match(r"(?i)latest|last", os.path.basename(path)) is not None
+        if of_newest or any(_shape(last) == _shape(os.path.basename(s.name)) for s in beside):  # else a number, say
+            return [Pointer(path, text, None, f"names {text}, which is not here")]
     return [_make_pointer(path, text, name, steps) for name in named]
+
+
+def _shape(name: str) -> str:
+    """Return a name with "#" for each number."""
+    return re.sub(r"\d+", "#", name)
 
 
 def _make_pointer(name: str, says: str, step: str, steps: Iterable[FoundCheckpoint]) -> Pointer:
@@ -350,11 +356,11 @@ def find_pointers_in_values(ckpt: Checkpoint, step: RunStep, steps: Sequence[Run
         texts = [entry.data] if isinstance(entry, Value) and isinstance(entry.data, str) else []
         for text in [*texts, *(p for p in entry.path if isinstance(p, str) and "/" in p)]:
             last = text.rstrip("/").rpartition("/")[2]
-            if last.isdigit():  # may count anything
+            if last.isdigit():  # it may count anything
                 continue
             if last in others:
                 yield _make_pointer(f"{step.name}: {name}", text, others[last].name, steps)
-            elif last != own and re.sub(r"\d+", "#", last) == re.sub(r"\d+", "#", own) != own:
+            elif last != own and _shape(last) == _shape(own):
                 yield Pointer(f"{step.name}: {name}", text, None, f"names {text}, which is not here")
 
 

@@ -329,6 +329,7 @@ def interfere(monkeypatch: pytest.MonkeyPatch, act: Callable[[str], None]) -> No
 
 def test_a_step_that_changes_or_is_named_meanwhile_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     make(tmp_path, 1, 2, 3, 4, 5, 6, 7)
+    (tmp_path / "latest").write_text("step-7")
 
     def act(name: str) -> None:
         if name == "step-1":

@@ -100,6 +100,21 @@ def test_the_pointer_of_a_trainer_is_shown_and_one_to_nothing_is_said(
         assert said == f"warning: {pointer} names {text.format(30).strip()}, which is not here\n"
 
 
+def test_a_file_that_holds_something_else_is_no_pointer(tmp_path: Path) -> None:
+    for step in (1, 2):
+        copy(DCP, tmp_path / f"step-{step}")
+    (tmp_path / "logs").mkdir()
+    for name, text in (
+        ("best_loss.txt", "0.25"),
+        ("latest", "logs"),
+        ("last_words", "to be\nor not"),
+        ("latest_run.json", "{}"),
+        ("last", "\xff"),
+    ):
+        (tmp_path / name).write_text(text, encoding="latin-1")
+    assert list_run(tmp_path).pointers == []
+
+
 def test_links_point_too_and_a_link_to_an_incomplete_step_is_said(tmp_path: Path) -> None:
     for step in (3, 6):
         copy(DCP, tmp_path / f"step-{step}")
