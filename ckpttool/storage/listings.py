@@ -152,31 +152,25 @@ def _check_count(found: StoreInfo, url: str) -> None:
         )
 
 
-def list_tree(fs: AbstractFileSystem, path: str, url: str) -> dict[str, StoreInfo] | None:
-    """Return {name relative to a folder of a store: fsspec's `info`} of all objects below it, a thousand for each
-    request. None where the store cannot list so, has more than `LIMITS.names` there, or has a name that leads
-    elsewhere.
+def list_tree(fs: AbstractFileSystem, path: str, url: str) -> Iterator[tuple[str, StoreInfo]] | None:
+    """Yield (name relative to a folder of a store, fsspec's `info`) of all objects below it, a thousand for each
+    request. None where the store cannot list so.
 
     Args:
         fs, path, url: as for `list_entries`.
+
+    Raises (while it yields):
+        Unsafe: a name leads elsewhere.
     """
     protocols = [fs.protocol] if isinstance(fs.protocol, str) else list(fs.protocol)
     pages = _list_s3 if "s3" in protocols else _list_gcs if "gs" in protocols else None
     if pages is None:
         return None
-    out: dict[str, StoreInfo] = {}
-    for info in pages(fs, path, url, deep=True):
-        name = str(info["name"]).removeprefix(path + "/")
-        if not name:  # the mark of an empty folder
-            continue
-        try:
-            check_inside(name.removesuffix("/"), url)
-        except Unsafe:
-            return None
-        out[name] = info
-        if len(out) > LIMITS.names:
-            return None
-    return out
+    found = ((str(info["name"]).removeprefix(path + "/"), info) for info in pages(fs, path, url, deep=True))
+    # without the mark of an empty folder; that of one below it ends in a slash
+    return (
+        (check_inside(name.removesuffix("/"), url) + "/" * name.endswith("/"), info) for name, info in found if name
+    )
 
 
 def _list_s3(fs: AbstractFileSystem, path: str, url: str, deep: bool = False) -> Iterator[StoreInfo]:

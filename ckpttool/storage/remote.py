@@ -23,6 +23,7 @@ from urllib.parse import quote
 
 from ..errors import Corrupt, MissingPackage, RemoteError, SourceChanged, Unsafe, UsageError
 from ..extras import explain_missing_package
+from .answer_limits import LIMITS
 from .listings import list_entries, list_tree
 from .prefetch import FetchSizes, Prefetcher
 from .retries import BadRange, NotFound, redacted_message, with_retries
@@ -267,19 +268,25 @@ class RemoteSource(Source):
         Raises:
             RemoteError: the store fails.
         """
+        found = list_tree(self._fs, self._pinned_prefix(), self.root)
         try:
-            found = list_tree(self._fs, self._pinned_prefix(), self.root)
-        except NotFound:
-            found = {}
-        for name, info in (found or {}).items():
-            folder, _, last = name.rpartition("/")
-            inside = self._listed.setdefault(folder, {})
-            if last:
-                inside[last] = self._note_listed(name, info)
-            while folder:
-                folder, _, last = folder.rpartition("/")
-                self._listed.setdefault(folder, {}).setdefault(last, None)
-        return found is not None
+            for n, (name, info) in enumerate(found or ()):
+                folder, _, last = name.rpartition("/")
+                inside = self._listed.setdefault(folder, {})
+                if last:
+                    inside[last] = self._note_listed(name, info)
+                while folder:
+                    folder, _, last = folder.rpartition("/")
+                    self._listed.setdefault(folder, {}).setdefault(last, None)
+                if n >= LIMITS.names:
+                    break
+            else:
+                return found is not None
+        except (NotFound, Unsafe):
+            pass
+        for known in (self._listed, self._files, self._times):
+            known.clear()
+        return False
 
     def modified(self, name: str) -> float | None:
         """Return when an object that `list` gave was written, in seconds since 1970; None of a folder, and where the
