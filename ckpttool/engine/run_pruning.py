@@ -207,19 +207,24 @@ def _check_policies(
         raise UsageError(
             f"{urls.display_path(path)}: steps are deleted in a folder only. A store cannot rename a step out of the "
             "way, so a job that starts meanwhile could find half of one. Delete there with the store's own tools, of "
-            "each step the file that its trainer writes last (.metadata, trainer_state.json) first."
+            "each step the file that its trainer writes last (.metadata, trainer_state.json) first.",
+            code="CKPT0214",
         )
     if last is None and every is None and best is None:
         raise UsageError(
-            f"Say what to keep: {argument('keep_last')}, {argument('keep_every')}, {argument('keep_best')}, or several."
+            f"Say what to keep: {argument('keep_last')}, {argument('keep_every')}, {argument('keep_best')} or several.",
+            code="CKPT0204",
         )
     if any(n is not None and n < 1 for n in (last, every)) or (age is not None and age <= timedelta(0)):
         raise UsageError(
             f"{argument('keep_last')}, {argument('keep_every')} and {argument('drop_incomplete')} must be greater than "
-            "zero."
+            "zero.",
+            code="CKPT0203",
         )
     if mode not in (None, "min", "max") or (mode and not best):
-        raise UsageError(f"{argument('keep_best_mode')} is min or max, and goes with {argument('keep_best')}.")
+        raise UsageError(
+            f"{argument('keep_best_mode')} is min or max, and goes with {argument('keep_best')}.", code="CKPT0204"
+        )
 
 
 def _open_run(path: str | os.PathLike[str]) -> Source:
@@ -231,7 +236,7 @@ def _open_run(path: str | os.PathLike[str]) -> Source:
     where = layouts.place(path)
     if where.file is not None:
         where.source.close()
-        raise UsageError(f"{os.fspath(path)} is a file; give the folder of the run.")
+        raise UsageError(f"{os.fspath(path)} is a file; give the folder of the run.", code="CKPT0205")
     return Source(os.path.realpath(where.source.root))
 
 
@@ -244,7 +249,8 @@ class _Plan:
         if [s.name for s in found.steps] == [""]:
             raise UsageError(
                 f"{source.root} is a checkpoint itself. Give the folder that holds the steps of the run; to delete one "
-                "checkpoint, use rm."
+                "checkpoint, use rm.",
+                code="CKPT0205",
             )
         self.saves: dict[str, _Save] = {}
         for s in found.steps:
@@ -256,6 +262,7 @@ class _Plan:
                 f"No checkpoint in {source.root} has a step in its name, so none is older than another. Give the "
                 "folder that holds the steps of the run.",
                 listing="\n".join(found.table()),
+                code="CKPT0304",
             )
         self.pointers, self.left_out = list(found.pointers), found.left_out
         #: of each run, the newest complete save that could be opened
@@ -270,6 +277,7 @@ class _Plan:
             raise Corrupt(
                 f"No step in {source.root} is complete, so nothing was deleted.",
                 listing="\n".join(found.table()),
+                code="CKPT0430",
             )
 
     def _newest_first(self) -> list[_Save]:
@@ -487,7 +495,9 @@ def _check_complete(source: Source, save: _Save) -> None:
         row = detection.describe_place(where) if is_folder or source.exists(s.name) else None
         if row is None or not row.complete:
             lacks = "is gone" if row is None else f"is not complete any more: {row.lacks}"
-            raise SourceChanged(f"{s.path} {lacks}. Nothing more was deleted, since it was the newest complete step.")
+            raise SourceChanged(
+                f"{s.path} {lacks}. Nothing more was deleted, since it was the newest complete step.", code="CKPT0430"
+            )
 
 
 def _walk(root: str, name: str) -> Iterator[_Entry]:

@@ -253,7 +253,9 @@ def _find(where: Place) -> detection.Checkpoints:
     if found is not None and found.checkpoints:
         return found
     detection.detect(where)  # says what was looked for
-    raise NotRecognised(f"{urls.display_path(where.source.root)} holds no checkpoint, two levels down.")
+    raise NotRecognised(
+        f"{urls.display_path(where.source.root)} holds no checkpoint, two levels down.", code="CKPT0304"
+    )
 
 
 def _describe_step(source: Source, c: FoundCheckpoint) -> RunStep:

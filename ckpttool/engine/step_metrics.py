@@ -43,7 +43,9 @@ def read_metrics(source: Source, where: str, steps: Mapping[str, int], by_epoch:
     """
     file, colon, key = where.rpartition(":")
     if not colon or not file or not key:
-        raise UsageError(f"{argument('keep_best')} {where!r}: write FILE:KEY, as trainer_state.json:best_metric.")
+        raise UsageError(
+            f"{argument('keep_best')} {where!r}: write FILE:KEY, as trainer_state.json:best_metric.", code="CKPT0203"
+        )
     step_keys = ("epoch",) if by_epoch else _STEP_KEYS
     held = {path: f"{path}/{file}" for path in steps if not os.path.isabs(file) and source.exists(f"{path}/{file}")}
     found: dict[str, list[float]] = {}
@@ -61,13 +63,15 @@ def read_metrics(source: Source, where: str, steps: Mapping[str, int], by_epoch:
         if len(set(values)) > 1:
             raise UsageError(
                 f"{argument('keep_best')} {where}: {path} has several numbers: {', '.join(map(str, values[:4]))}. Give "
-                "a file and a key that have one for each step."
+                "a file and a key that have one for each step.",
+                code="CKPT0225",
             )
     out = {path: values[0] for path, values in found.items() if values}
     if not out:
         raise UsageError(
             f"{argument('keep_best')} {where}: {f'{len(held)} steps have {file}' if held else f'the run has {file}'}, "
-            f"and none has a number at {key!r} for a step."
+            f"and none has a number at {key!r} for a step.",
+            code="CKPT0225",
         )
     return out
 
@@ -84,7 +88,9 @@ def _read_log(
         folder, file = os.path.split(file)
         source = open_source(folder)
     if not source.exists(file):
-        raise UsageError(f"{argument('keep_best')}: no step has a file {file}, and {source.root} has none.")
+        raise UsageError(
+            f"{argument('keep_best')}: no step has a file {file}, and {source.root} has none.", code="CKPT0212"
+        )
     wanted = set(steps)
     lines = 0
     for line in _read_lines(source, file):
@@ -161,7 +167,8 @@ def _numbers_at(
             if isinstance(value, bool) or not isinstance(value, int | float) or not isfinite(value):
                 raise UsageError(
                     f"{argument('keep_best')}: {file} has {value!r:.60} at {key!r} for step {step}, which cannot be "
-                    "compared. Give a key whose numbers are finite, or leave the option out."
+                    "compared. Give a key whose numbers are finite, or leave the option out.",
+                    code="CKPT0225",
                 )
             yield float(value)
 

@@ -17,7 +17,7 @@ import stat
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 
-from ..errors import CkpttoolError, SourceChanged, Unsafe, kind_of_failure
+from ..errors import CkpttoolError, DestinationExists, SourceChanged, Unsafe, kind_of_failure
 from .local_file import sync_folder
 from .partial import LeftoverFiles, holding_lock, make_private_folder, rename_special, why_foreign
 
@@ -47,7 +47,9 @@ def open_below(root: str, folder: str) -> Iterator[int]:
             try:
                 below = os.open(part, flags | os.O_NOFOLLOW, dir_fd=fd)
             except NotADirectoryError:
-                raise Unsafe(f"{root}/{folder}: {part} is a link; nothing is deleted through a link.") from None
+                raise Unsafe(
+                    f"{root}/{folder}: {part} is a link; nothing is deleted through a link.", code="CKPT0702"
+                ) from None
             except FileNotFoundError:
                 raise SourceChanged(f"{root}/{folder} is gone.") from None
             os.close(fd)
@@ -133,7 +135,9 @@ class Remover:
             with suppress(FileExistsError):
                 make_private_folder(aside)
                 return aside
-        raise Unsafe(f"{aside} and {_MOST - 1} like it are there, and not ours. Remove them.")
+        raise DestinationExists(
+            f"{aside} and {_MOST - 1} like it are there, and not ours. Remove them.", code="CKPT0603"
+        )
 
     def _delete_aside(self, aside: str) -> None:
         """Delete a folder of ours, with what was renamed into it."""
