@@ -119,3 +119,18 @@ def test_every_symptom_has_a_section_with_a_command() -> None:
     assert set(rows) == set(sections) and len(sections) >= 20
     assert [title for title, text in sections.items() if "```console" not in text] == []
     assert len(SESSIONS) == len(set(SESSIONS))
+
+
+@pytest.mark.parametrize(
+    ("words", "page"),
+    [
+        ("troubleshooting", "troubleshooting.md"), ("glossary", "glossary.md"), ("upgrade", "how-to/upgrade.md"), ("permission denied", "troubleshooting.md"),
+        ("not a checkpoint", "troubleshooting.md"), ("average", "how-to/average.md"), ("rename", "how-to/name-maps.md"), ("nan", "troubleshooting.md"),
+        ("migration", "how-to/migrations.md"), ("out of memory", "troubleshooting.md"), ("codes", "reference/codes.md"), ("which layout", "troubleshooting.md"),
+    ],
+)  # fmt: skip
+def test_what_people_search_for_is_in_a_heading_of_the_page(words: str, page: str) -> None:
+    """The search of the site puts headings first."""
+    headings = re.findall(r"^#+ (.+)$", PAGES[page], re.MULTILINE)
+    assert any(all(re.search(rf"\b{w}", h, re.IGNORECASE) for w in words.split()) for h in headings)
+    assert "`pytorch_model.bin`" in PAGES["troubleshooting.md"]
