@@ -101,7 +101,7 @@ def average(
     quiet: Quiet = False,
     verbose: Verbose = False,
 ) -> None:
-    """Write the average of checkpoints of one model, in any layout; of weights only.
+    """Average the weights of several checkpoints of one model, or combine them in other ways (EMA, SLERP, ...).
 
     It is computed in fp64, or fp32, in the order of the checkpoints, and rounded once to the dtype of each weight.
     Without --to it is written as hf.

@@ -34,7 +34,7 @@ def clean(
     as_json: Json = False,
     quiet: Quiet = False,
 ) -> None:
-    """Remove what interrupted runs left next to a destination, and put back an old destination that they moved away.
+    """Remove what interrupted commands left beside a destination, and put back what they had moved away.
 
     Removes what belongs to you and is not in use; anything else is named. In an object store the next run at the same
     URL uses or removes what was left.

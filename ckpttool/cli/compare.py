@@ -49,7 +49,7 @@ def compare(
     as_json: Json = False,
     quiet: Quiet = False,
 ) -> None:
-    """Compare what two checkpoints compute, layer by layer, with one layer in memory; exit 5 if they differ.
+    """Compare what two models compute, layer by layer, with one layer in memory; exit 5 if they differ.
 
     Both are run with transformers on the same tokens. --config names the config of those without a config.json.
     """

@@ -122,7 +122,10 @@ def convert(
     quiet: Quiet = False,
     verbose: Verbose = False,
 ) -> None:
-    """Convert a checkpoint to another layout or world size."""
+    """Write a checkpoint in another layout (Hugging Face, DCP, DeepSpeed, one file, ...) or for other ranks.
+
+    It can also leave parts out, cast, dequantise, rename, and estimate (--dry-run). The source is not changed.
+    """
     from ..engine.conversion import run_conversion
     from ..engine.dry_run import estimate_conversion
 

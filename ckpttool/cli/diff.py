@@ -45,7 +45,7 @@ def diff(
     as_json: Json = False,
     quiet: Quiet = False,
 ) -> None:
-    """Compare two checkpoints in any layouts; exit 5 if they differ."""
+    """Compare two checkpoints, in any layouts, tensor by tensor; exit 5 if they differ."""
     from ..engine.diff import diff as compare
 
     a, b = (find_newest(path, latest, quiet or as_json) for path in (a, b))

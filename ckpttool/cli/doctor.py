@@ -57,7 +57,7 @@ def doctor(
         bool, typer.Option("--verbose", "-v", help="Name every tensor that is lost or rebuilt.")
     ] = False,
 ) -> None:
-    """Find out what is wrong with a checkpoint, what is still whole, and what to type next."""
+    """Find out what is wrong with a checkpoint, what is still whole, and how to repair it."""
     from ..engine.doctor.examine import doctor as look
 
     path = find_newest(path, latest, quiet or as_json)

@@ -55,7 +55,7 @@ def inspect(
     latest: Latest = False,
     as_json: Json = False,
 ) -> None:
-    """Show what a checkpoint contains and what it lacks; reads only headers."""
+    """Show what a checkpoint contains, what it lacks, and what loads it; reads headers only."""
     from ..engine import inspect as look
     from ..engine.discover.detection import Checkpoints
     from ..engine.opening import open_checkpoint

@@ -31,7 +31,7 @@ class LayoutRow:
     exits=(0, 1, 2),
 )
 def layouts(as_json: Json = False) -> None:
-    """List the layouts that ckpttool knows."""
+    """List the layouts that ckpttool reads and writes."""
     from ..layouts import layouts as known
 
     rows = [

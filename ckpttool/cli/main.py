@@ -72,7 +72,8 @@ def build_app(word: str | None = None) -> App:
     """
     built = App(
         name="ckpttool",
-        help="Move PyTorch training checkpoints between layouts and world sizes, bit for bit, in constant memory.",
+        help="Move PyTorch training checkpoints between layouts and world sizes, bit for bit, in constant memory.\n\n"
+        "Paths may be URLs (s3://, gs://, hf://, https://). Every command has --json, and -h shows examples.",
         no_args_is_help=True,
         context_settings={"help_option_names": ["-h", "--help"]},
     )
@@ -114,8 +115,12 @@ def _print_version(show: bool) -> None:
 
 
 @about(
-    ("What is in this folder?", "ckpttool inspect run/ckpt"),
+    ("What is in this folder, and what loads it?", "ckpttool inspect run/ckpt"),
+    ("Is it complete and undamaged?", "ckpttool verify run/ckpt --read-data"),
+    ("A model for from_pretrained", "ckpttool convert run/ckpt hf --to hf --config llama"),
     ("The same state for another number of ranks", "ckpttool convert run/ckpt dcp3 --to dcp --world-size 3"),
+    ("The weights alone, in bf16", "ckpttool convert run/ckpt weights.pt --only model --dtype bf16"),
+    ("What does this error mean?", "ckpttool explain CKPT0308"),
     ("The options, examples and exit codes of a command", "ckpttool convert --help"),
     exits=[code for code, _ in EXIT_CODES],
 )

@@ -21,7 +21,7 @@ def make_page() -> str:
     lines = [
         f'.TH CKPTTOOL 1 "" "ckpttool {__version__}" "User Commands"',
         ".SH NAME",
-        f"ckpttool \\- {_escape_roff(program.help).rstrip('.')}",
+        f"ckpttool \\- {_escape_roff(program.help.splitlines()[0]).rstrip('.')}",
         ".SH SYNOPSIS",
         ".B ckpttool",
         ".I COMMAND",

@@ -38,7 +38,7 @@ def maps(
     name: Annotated[str | None, typer.Argument(help="Print the text of this map.", show_default=False)] = None,
     as_json: Json = False,
 ) -> None:
-    """List the name maps of `convert --map`, or print one."""
+    """List the name maps, by which `convert --map` renames keys for other model code, or print one."""
     from ..huggingface import maps as known
 
     found = [known.load(n) for n in (known.names() if name is None else [name])]

@@ -57,7 +57,7 @@ def pull(
     quiet: Quiet = False,
     verbose: Verbose = False,
 ) -> None:
-    """Convert a repository on the Hugging Face Hub, pinned to one commit, into a training checkpoint."""
+    """Download a repository of the Hugging Face Hub, pinned to one commit, as a checkpoint in any layout."""
     from ..hub.pull import pull_repository
 
     writing = add_layout_options(ctx, writing, dst)

@@ -81,8 +81,11 @@ def resume_verify(
     as_json: Json = False,
     quiet: Quiet = False,
 ) -> None:
-    """Load a checkpoint into a live FSDP2 job and check that training continues as before; exit 10 if not, 12 if it
-    does not fit. With --fresh, train a job from its start, save it, and check that it resumes from that."""
+    """Train on from a checkpoint in a live FSDP2 job, and check that it goes on as before; exit 10 if not.
+
+    Exit 12: the checkpoint does not fit the job. With --fresh, train a job from its start, save it, and check that it
+    resumes from that.
+    """
     from ..resume.ranks.torchrun import exit_together, is_rank_of_job, lasting_job
     from ..resume.report.files import write_reports
     from ..resume.report.terminal import render_terminal

@@ -34,7 +34,7 @@ def show(
     latest: Latest = False,
     as_json: Json = False,
 ) -> None:
-    """Print the numbers of tensors, or a part of them, and plain values."""
+    """Print values: of tensors, or of a slice of one, and plain ones, such as learning rates."""
     from ..engine.copy.tensor_digests import reporting
     from ..engine.opening import open_checkpoint
     from ..engine.show import select_entries

@@ -56,7 +56,7 @@ def stats(
     as_json: Json = False,
     quiet: Quiet = False,
 ) -> None:
-    """Print norm, mean, spread, zeros and NaN of the tensors, folded by layer; reads every byte once."""
+    """Print norm, mean, spread, zeros and NaN of tensors, folded by layer, and how far they moved since a step."""
     from ..engine.stats import stats as compute
 
     if exponents and not as_json:

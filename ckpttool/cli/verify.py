@@ -47,7 +47,7 @@ def verify(
     as_json: Json = False,
     quiet: Quiet = False,
 ) -> None:
-    """Check that a checkpoint is complete: its structure and, with --read-data, every byte."""
+    """Check that a checkpoint, or a download of one, is complete, and with --read-data every byte of it."""
     from ..engine.verification import verify as check
 
     path = find_newest(path, latest, quiet or as_json)

@@ -68,6 +68,35 @@ def test_every_command_is_in_one_group_of_the_help() -> None:
     assert [group for group, _ in shown if group] == list(GROUPS)[1:]
 
 
+#: What people want, in their words -> the command whose line in `ckpttool --help` has these words.
+WANTED = {
+    "what it contains": "inspect", "what it lacks": "inspect", "what loads it": "inspect", "values of a tensor": "show", "slice": "show",
+    "norm": "stats", "NaN": "stats", "zeros": "stats", "how far moved": "stats", "layer": "stats", "compare two checkpoints": "diff",
+    "tensor by tensor": "diff", "error": "explain", "Hugging Face": "convert", "DeepSpeed": "convert", "one file": "convert", "ranks": "convert",
+    "average": "average", "EMA": "average", "LoRA": "adapter", "merge base model": "adapter", "layouts": "layouts", "renames keys": "maps",
+    "download complete": "verify", "every byte": "verify", "wrong": "doctor", "repair": "doctor", "digest": "digest", "two models compute": "compare",
+    "goes on as before": "resume-verify", "years": "audit", "retention": "audit", "interrupted": "clean", "upload Hub": "push",
+    "download Hub": "pull",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("words", WANTED)
+def test_the_help_of_the_program_has_the_words_for_a_task_at_its_command(words: str) -> None:
+    text = re.sub(r"\n {10,}", " ", ckpttool_here("--help").stdout)
+    lines = {m[1]: m[2] for m in re.finditer(r"^  ([a-z-]+)  +([A-Z].*)$", text, re.MULTILINE)}
+    assert all(re.search(rf"\b{w}", lines[WANTED[words]], re.IGNORECASE) for w in words.split())
+
+
+def test_the_examples_of_the_program_are_ones_that_parsers_take() -> None:
+    said = get_about(PROGRAM)
+    assert said is not None
+    for _, line in said.examples:
+        program, name, *words = shlex.split(line)
+        if "--help" not in words:
+            COMMANDS[name].make_context(name, words)
+        assert program == "ckpttool"
+
+
 def test_exit_codes_that_a_command_is_known_to_end_with_are_in_its_help() -> None:
     for name, codes in {
         "diff": {5},
