@@ -409,7 +409,8 @@ class RemoteSource(Source):
                 f"{self._object_url(name)} changed while it was read. Wait until its writer has finished."
             ) from None
         except RemoteError:
-            self._check_same([name], sure=False)
+            if self.commit is None:  # a commit does not change
+                self._check_same([name], sure=False)
             raise
         if len(data) > n:  # of a store whose answers are not bounded while they arrive
             raise RemoteError(
