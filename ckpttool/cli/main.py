@@ -374,7 +374,8 @@ def _exit_without_output(e: OSError) -> None:
         f"error: standard output: {e.strerror}. What was printed is incomplete; a checkpoint that this command wrote "
         "is not affected."
     )
-    _exit(_explain_os_error(e).exit_code)
+    note(f"more: ckpttool explain {(error := _explain_os_error(e)).code}")
+    _exit(error.exit_code)
 
 
 def _explain_os_error(e: OSError) -> CkpttoolError:

@@ -96,6 +96,7 @@ def verify(
         print_json({**found.to_json(), **meter.measure_costs()})
         if found.findings:
             note(f"error: {found.describe_damage()}")
+            note("more: ckpttool explain CKPT0425")
             raise typer.Exit(Corrupt.exit_code)
         return
     _print_verdict(found, meter.seconds, quiet)
