@@ -47,6 +47,7 @@ _COMMANDS: dict[str, type[Command] | None] = {
     "verify": Command,
     "doctor": Command,
     "resume-verify": Command,
+    "watch": Command,
     "show": Command,
     "digest": Command,
     "stats": Command,

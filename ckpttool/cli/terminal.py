@@ -128,12 +128,12 @@ def refuse_empty(arguments: Iterable[str]) -> None:
 
 
 def parse_size(text: str) -> int:
-    """Return the bytes that a size as people write it states: 5GB, 500MiB or 1000000.
+    """Return the bytes that a size, or a rate, as people write it states: 5GB, 500MiB, 200MB/s or 1000000.
 
     Raises:
         UsageError: it is not a size, or so small that a unit was forgotten.
     """
-    m = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([kmgt]?)(i?)b?\s*", text.lower())
+    m = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([kmgt]?)(i?)b?(?:/s)?\s*", text.lower())
     if not m:
         raise UsageError(f"{text!r} is not a size; write 5GB or 500MiB.", code="CKPT0203")
     if float(m[1]) < 1024 and not m[2] and "b" not in text.lower():

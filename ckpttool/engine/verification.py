@@ -36,6 +36,7 @@ __all__ = [
     "DigestResult",
     "VerifyResult",
     "check_copied",
+    "compare_recorded",
     "digest",
     "list_held_tensors",
     "read_back",
@@ -322,7 +323,7 @@ def _read_data(
     opened.source.assert_unchanged()
     out.data = "ok"
     out.digest = state_roots(ckpt, found)
-    _verify_recorded(opened, found, out)
+    compare_recorded(opened, found, out)
     _verify_numbers(opened, averages, progress, out)
     return found
 
@@ -355,7 +356,7 @@ def _verify_numbers(opened: OpenCheckpoint, averages: Averages, progress: Progre
     out.notes += texts
 
 
-def _verify_recorded(opened: OpenCheckpoint, found: Mapping[str, str], out: VerifyResult) -> None:
+def compare_recorded(opened: OpenCheckpoint, found: Mapping[str, str], out: VerifyResult) -> None:
     """Compare digests with those that were recorded, and note in `out` what came of it.
 
     Args:

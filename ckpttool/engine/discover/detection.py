@@ -337,7 +337,7 @@ def _shown(source: Source, name: str) -> str:
 # ----------------------------------------------------------------------------------------------------- many places
 
 #: Folders that are no checkpoints, whatever lies in them.
-_NO_CHECKPOINT = r"(?s)\..*|runs|logs|wandb|tensorboard|lightning_logs|__pycache__"
+_NO_CHECKPOINT = r"(?s)\..*|runs|logs|wandb|tensorboard|lightning_logs|__pycache__|.*\.ckpttool-watch"
 _TEMPORARY = r"(?s)tmp[-_.].*|.*[-_.](tmp|incomplete|partial)"
 _STEP = r"(?i)(?:step|checkpoint|ckpt|iter|iteration|batch)s?[-_=]?(\d{1,15})(?!\d)"
 _NAMED_STEP = r"(?i)steps?[-_=]?(\d{1,15})(?!\d)"

@@ -163,6 +163,8 @@ class Examined:
     opened: OpenCheckpoint
     request: Request
     found: list[Finding] = field(default_factory=list)
+    #: called with every block, too, while the data is read
+    also: Callable[[Block], None] | None = None
 
     @property
     def ckpt(self) -> Checkpoint:
@@ -221,6 +223,8 @@ class Examined:
         def add(block: Block) -> None:
             for each in checks.values():
                 each.add(block)
+            if self.also is not None:
+                self.also(block)
 
         digests = tensor_digests(
             ckpt.tensors, self.source, ckpt.files, ckpt.records, self.request.progress, "read", seen=add

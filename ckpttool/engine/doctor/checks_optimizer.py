@@ -114,7 +114,7 @@ def find_ranks_of_other_steps(at: Examined) -> list[Finding]:
     except Corrupt as e:
         text = str(e)
         by_step: dict[float, list[str]] = {}
-        for name, step in _optimizer_steps(at).items():
+        for name, step in read_optimizer_steps(at).items():
             t = at.ckpt.tensors.get(name)
             if t is not None:
                 by_step.setdefault(step, []).append(at.ckpt.files[t.chunks.file[0]])
@@ -144,7 +144,7 @@ def find_other_copies(at: Examined) -> list[Finding]:
     return out
 
 
-def _optimizer_steps(at: Examined) -> dict[str, float]:
+def read_optimizer_steps(at: Examined) -> dict[str, float]:
     """Return {tensor or value: step} of the steps that the optimizer keeps for its parameters; at most `_MOST_STEPS`
     tensors are read."""
     ckpt = at.ckpt
@@ -167,10 +167,10 @@ def compare_recorded_steps(at: Examined) -> list[Finding]:
     """Compare the step of the optimizer, the trainer's counter and the step in the name of the folder, and report those
     that cannot be of one save."""
     counter, what = step_count(at.ckpt.value), "the trainer's counter"
-    state = _trainer_state_step(at)
+    state = read_trainer_state_step(at)
     if state is not None:
         counter, what = state, "trainer_state.json"
-    steps = _optimizer_steps(at)
+    steps = read_optimizer_steps(at)
     optimizer = int(max(steps.values())) if steps else None
     tag = _folder_step(at)
     rows = [("the name of the folder", tag), (what, counter), ("the optimizer", optimizer)]
@@ -193,7 +193,7 @@ def compare_recorded_steps(at: Examined) -> list[Finding]:
     return [Finding(MIXED_STEPS, NOTE if renamed else DAMAGE, None, (), text)]
 
 
-def _trainer_state_step(at: Examined) -> int | None:
+def read_trainer_state_step(at: Examined) -> int | None:
     """Read the step in trainer_state.json; None where there is no such file, or no step in it."""
     if not at.opened.folder or not at.source.exists("trainer_state.json"):
         return None

@@ -8,14 +8,14 @@ from __future__ import annotations
 import math
 import re
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from ..._version import __version__
 from ..compare.verdict import Report
 from ..text import escape_unprintable, shorten_middle
 from .facts import compared_rows, count_checks, device_name, known_metric
 
-__all__ = ["METRICS", "render_metrics"]
+__all__ = ["METRICS", "format_metrics", "render_metrics"]
 
 
 #: Every metric, and its HELP; all are gauges. docs/how-to/metrics.md says more, alerts.yml uses them.
@@ -119,14 +119,31 @@ def render_metrics(report: Report, *, training: str = "", now: float | None = No
         labels, before = _read_previous(previous)
         if all(labels.get(k, "") == _escape_label("" if info[k] is None else info[k]) for k in _SAME_JOB):
             add("previous_step_seconds", before)
+    kinds = {name: ("gauge", text) for name, text in METRICS.items()}
+    return format_metrics("ckpttool_resume", kinds, found, {"training": training} if training else {})
+
+
+def format_metrics(
+    prefix: str,
+    metrics: Mapping[str, tuple[str, str]],
+    found: Mapping[str, Sequence[tuple[Mapping[str, object], float]]],
+    common: Mapping[str, object],
+) -> str:
+    """Return samples in Prometheus' text format.
+
+    Args:
+        prefix: what all names begin with.
+        metrics: {name: (type, HELP)}, in the order of the text.
+        found: {name: [(labels, value)]}; metrics without a sample are left out.
+        common: labels on everything.
+    """
     lines: list[str] = []
-    for name, text in METRICS.items():
+    for name, (kind, text) in metrics.items():
         if name in found:
-            full = f"ckpttool_resume_{name}"
-            lines += [f"# HELP {full} {text}", f"# TYPE {full} gauge"]
-            for labels_, value in found[name]:
-                shown = {**({"training": training} if training else {}), **labels_}
-                inside = ",".join(f'{k}="{_escape_label(v)}"' for k, v in shown.items())
+            full = f"{prefix}_{name}"
+            lines += [f"# HELP {full} {text}", f"# TYPE {full} {kind}"]
+            for labels, value in found[name]:
+                inside = ",".join(f'{k}="{_escape_label(v)}"' for k, v in {**common, **labels}.items())
                 lines.append(
                     f"{full}{{{inside}}} {_format_value(value)}" if inside else f"{full} {_format_value(value)}"
                 )

@@ -1,0 +1,128 @@
+"""`ckpttool watch`: parse, call, print."""
+
+from __future__ import annotations
+
+import gc
+import json
+import shlex
+from contextlib import closing
+from dataclasses import replace
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from ..errors import Interrupted
+from ..options import OpenOptions
+from ..watching.request import WatchRequest
+from .help import about
+from .shared_options import add_shared_options
+from .terminal import Json, Quiet, note, say
+
+if TYPE_CHECKING:
+    from ..watching.metrics import MetricsServer
+    from ..watching.watch import Watcher
+
+__all__ = ["watch"]
+
+
+@about(
+    ("Beside a training job", "ckpttool watch runs/llama"),
+    ("With metrics, at 200 MB/s at most", "ckpttool watch runs/llama --job-metrics 9400 --max-rate 200MB/s"),
+    ("Once, in cron or CI", "ckpttool watch runs/llama --once --json"),
+    ("Archive every 1,000th step that is proved", "ckpttool watch runs/llama --every 1000 --then "
+     "'ckpttool audit export {path} /archive/{name}.tar.zst'"),
+    exits=(0, 2, 3, 4, 5, 6, 8, 14, 130),
+    meaning={0: "with --once: no save that is there is bad", 3: "with --once: a save could not be judged",
+             4: "with --once: a save is damaged or sick", 5: "with --once: a save is not what was recorded of it",
+             130: "stopped by a signal; the same command goes on"},
+)  # fmt: skip
+@add_shared_options("only", "weights", "tag")
+def watch(
+    run: Annotated[str, typer.Argument(help="Folder that a trainer saves in.", show_default=False)],
+    request: WatchRequest,
+    reading: OpenOptions,
+    as_json: Json = False,
+    quiet: Quiet = False,
+) -> None:
+    """Prove each save of a running job: bytes, numbers and steps; latest.verified leads to the newest good one."""
+    from ..watching.gentle import lower_priority
+    from ..watching.journal import open_journal
+    from ..watching.metrics import MetricsServer
+    from ..watching.watch import Watcher
+
+    request = replace(request, reading=reading)
+    folder = request.folder_of(run)
+    gc.enable()  # this process may live for months
+    lower_priority()
+
+    def tell(event: dict[str, Any]) -> None:
+        """Print an event on stdout, as a line of JSON or for people."""
+        if as_json:
+            say(json.dumps(event))
+        else:
+            for line in describe_event(event):
+                say(line)
+
+    with open_journal(folder, run) as journal:
+        watcher = Watcher(run, request, journal, tell)
+        note(f"watching {watcher.run}; journal and latest.verified in {folder}", quiet)
+        if request.job_metrics is None:
+            _watch(watcher, request, None)
+        else:
+            server = MetricsServer(request.metrics_address, request.job_metrics)
+            note(f"metrics at http://{request.metrics_address}:{server.port}/metrics", quiet)
+            with closing(server):
+                _watch(watcher, request, server)
+        if request.once and (code := watcher.exit_code()):
+            raise typer.Exit(code)
+
+
+def _watch(watcher: Watcher, request: WatchRequest, server: MetricsServer | None) -> None:
+    """Watch, and keep the metrics up to date."""
+    from ..watching.metrics import render_watch_metrics, write_metrics
+
+    def publish() -> None:
+        """Render the metrics anew."""
+        text = render_watch_metrics(watcher)
+        if server is not None:
+            server.text = text
+        if request.metrics is not None:
+            write_metrics(request.metrics, text)
+
+    try:
+        if request.once:
+            watcher.watch_once()
+            publish()
+        else:
+            watcher.watch(publish)
+    except KeyboardInterrupt:
+        raise Interrupted("stopped; the same command goes on where this one was.") from None
+
+
+def describe_event(event: dict[str, Any]) -> list[str]:
+    """Return the lines that say an event to people."""
+    from ..engine.inspect import human
+
+    kind = event["event"]
+    if kind in ("begun", "trouble"):
+        return [f"trouble: {event['why']}"] if kind == "trouble" else []
+    what = event["name"]
+    if kind == "command":
+        return [f"{what}: `{shlex.join(event['command'])}` ended with {event['status']}"]
+    if kind in ("deleted", "changed"):
+        return [f"{what}: {'deleted' if kind == 'deleted' else 'files changed; it is read again when they rest'}"]
+    if kind in ("unfinished", "skipped", "unjudged"):
+        return [f"{what}: {_WORDS[kind]}: {event['why']}"]
+    cost = f"{human(event['read_bytes'])} in {event['seconds']:.1f} s"
+    lines = [f"{what}: {_WORDS.get(kind, kind)}, {cost}"]
+    if kind == "verified":
+        before = event.get("previous")
+        compared = f"compared with {before['name']}" if before else "nothing to compare it with"
+        lines = [f"{what}: verified, {event['layout']}, {cost}, {compared}, blake3:{event['digest']['all']}"]
+    return lines + [
+        f"  {'warning: ' if f['severity'] == 'note' else ''}{f['kind']}: {f['text']}" for f in event.get("findings", ())
+    ]
+
+
+_WORDS = {"failed": "FAILED", "rechecked": "read again, and equal", "unfinished": "not finished",
+          "skipped": "passed over", "unjudged": "not judged"}  # fmt: skip

@@ -1,0 +1,1 @@
+"""`watch`: a process beside a training job that proves each of its saves."""

@@ -1,0 +1,112 @@
+"""The saves of a run that are in its folder now, with a fingerprint of the files of each."""
+
+from __future__ import annotations
+
+import os
+import re
+import stat
+from dataclasses import dataclass
+
+from blake3 import blake3
+
+from ..engine.discover import detection
+from ..engine.discover.detection import FoundCheckpoint
+from ..errors import CkpttoolError
+from ..layouts import Place
+from ..storage.source import Source
+
+__all__ = ["Save", "list_saves", "take_fingerprint"]
+
+_WRITTEN_LAST = re.compile(r"written last|writes last|unfinished save|did not finish")
+
+
+@dataclass(frozen=True)
+class Save:
+    """A save in the folder of a run.
+
+    `fingerprint` changes when a file of it is written, replaced, added or removed; `changed` is the newest time of
+    change of its files, in seconds since 1970.
+    """
+
+    found: FoundCheckpoint
+    fingerprint: str
+    changed: float
+
+    @property
+    def name(self) -> str:
+        """Return its name relative to the run."""
+        return self.found.name
+
+    @property
+    def path(self) -> str:
+        """Return its path."""
+        return self.found.path
+
+    @property
+    def step(self) -> int | None:
+        """Return the step, or else the epoch, that its name has; None where it has none."""
+        return self.found.step if self.found.step is not None else self.found.epoch
+
+    @property
+    def age(self) -> tuple[int, float, str]:
+        """Return the key that sorts saves from the oldest to the newest."""
+        return (-1 if self.step is None else self.step, self.changed if self.step is None else 0.0, self.name)
+
+    @property
+    def begun(self) -> bool:
+        """Tell whether it lacks what its trainer writes last, so that the trainer may be writing it."""
+        return not self.found.complete and _WRITTEN_LAST.search(self.found.lacks) is not None
+
+
+def list_saves(run: str, state: str) -> list[Save]:
+    """List the saves in the folder of a run, from the oldest to the newest; the folder itself where it is one save that
+    is overwritten. [] where there is no such folder, or no save in it.
+
+    Args:
+        state: the folder of the journal, which is passed over.
+    """
+    if not os.path.isdir(run):
+        return []
+    with Source(run) as source:
+        found = detection.below(source).checkpoints
+        if not found:
+            try:
+                layout = detection.detect(Place(source, None))
+                found = [FoundCheckpoint(run, ".", None, None, layout.name, None, True, "", 0, 0)]
+            except CkpttoolError:
+                return []
+    inside = os.path.realpath(state) + "/"
+    out = []
+    for c in found:
+        if not (os.path.realpath(c.path) + "/").startswith(inside) and (seen := take_fingerprint(c.path)) is not None:
+            out.append(Save(c, *seen))
+    return sorted(out, key=lambda save: save.age)
+
+
+def take_fingerprint(path: str) -> tuple[str, float] | None:
+    """Return (a digest of names, sizes, times and inodes of all files of a save, the newest time of a change); no file
+    is opened. None where there is no file."""
+    files: list[tuple[str, int, int, int, int]] = []
+    newest = 0.0
+
+    def add(name: str, here: str) -> None:
+        """Add a file, unless it has just gone."""
+        nonlocal newest
+        try:
+            st = os.stat(here)
+        except OSError:
+            return
+        if stat.S_ISREG(st.st_mode):
+            files.append((name, st.st_size, st.st_mtime_ns, st.st_ctime_ns, st.st_ino))
+            newest = max(newest, st.st_mtime, st.st_ctime)
+
+    if os.path.isdir(path):
+        for folder, _, names in os.walk(path):
+            for name in names:
+                here = os.path.join(folder, name)
+                add(os.path.relpath(here, path), here)
+    else:
+        add("", path)
+    if not files:
+        return None
+    return blake3(repr(sorted(files)).encode("utf-8", "surrogatepass")).hexdigest(length=16), newest
