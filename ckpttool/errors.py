@@ -150,8 +150,12 @@ class DoesNotFit(Unsupported):
 
 
 class Corrupt(CkpttoolError):
-    """The checkpoint is incomplete, inconsistent or damaged."""
+    """The checkpoint is incomplete, inconsistent or damaged.
 
+    `wrong_bytes`: the file whose bytes do not have the CRC32 that it carries, where that is what was found.
+    """
+
+    wrong_bytes: str | None = None
     exit_code = 4
     code: Code = "CKPT0400"
     keeps_work = False

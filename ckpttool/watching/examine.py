@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import filecmp
+import os
+import re
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, fields, replace
 
 from ..engine.copy.tensor_digests import reporting
 from ..engine.copy.value_digests import state_roots
 from ..engine.doctor.checks import Examined, Request, run_checks
+from ..engine.doctor.checks_files import LOST, MISSING, UNREADABLE, explain_refusal
 from ..engine.doctor.checks_numbers import NAN
 from ..engine.doctor.checks_optimizer import read_optimizer_steps, read_trainer_state_step
 from ..engine.doctor.examine import doctor
@@ -21,9 +26,9 @@ from ..options import Search
 from .gentle import Pace
 from .health import Portrait, compare_with_earlier, list_trained, make_portrait
 from .norms import Norms
-from .saves import Save
+from .saves import Save, family, list_files
 
-__all__ = ["Examination", "describe_damage", "examine"]
+__all__ = ["Examination", "compare_files", "describe_damage", "examine"]
 
 
 @dataclass(frozen=True)
@@ -102,18 +107,51 @@ def _excuse_buffers(finding: Finding, ckpt: Checkpoint, norms: Norms) -> Finding
 
 
 def describe_damage(save: Save, options: OpenOptions, error: CkpttoolError, pace: Pace) -> list[Finding]:
-    """Find out what is wrong with a save that `examine` has refused, with the file or the tensors of each finding.
+    """Find out what is wrong with a save that cannot be read, with the file or the tensors of each finding.
 
     Args:
-        error: what `examine` has raised.
+        error: why it cannot.
     """
     names = {f.name for f in fields(options)} & Search.__annotations__.keys()
-    try:
+    found: list[Finding] = []
+    with suppress(CkpttoolError):
         found = doctor(save.path, read_data=True, progress=pace, **{n: getattr(options, n) for n in names}).findings
-    except CkpttoolError as e:
-        found, error = [], e
-    out = [f for f in found if f.severity == DAMAGE]
-    if out and not isinstance(error, (Differs, Unsafe)):
-        return out
-    kind = {"Differs": "differs", "Unsafe": "unsafe"}.get(kind_of(error), "damaged")
-    return [*out, Finding(FindingKind(kind), DAMAGE, None, (), str(error))]
+    out = [_add_file(f, save) for f in found if f.severity == DAMAGE and f.kind != LOST]
+    kind = {"Differs": FindingKind("differs"), "Unsafe": FindingKind("unsafe")}.get(kind_of(error))
+    if m := re.match(r"no (\S+)$", save.found.lacks):
+        out.insert(0, Finding(MISSING, DAMAGE, m[1], (), f"{m[1]} is missing; files of other ranks or shards are there"))
+    elif kind is not None:
+        out = [f for f in out if f.kind != UNREADABLE]  # which says the same
+        out.insert(0, Finding(kind, DAMAGE, None, (), str(error)))
+    elif not out:
+        out.append(_add_file(explain_refusal(error), save))
+    return out
+
+
+def _add_file(finding: Finding, save: Save) -> Finding:
+    """Return a finding with the file of the save that its text names."""
+    if finding.file is not None or not os.path.isdir(save.path):
+        return finding
+    text = finding.text
+    files = [f for f in list_files(save.path) if os.path.join(save.path, f) in text or text.startswith(f"{f} ")]
+    return replace(finding, file=max(files, key=len)) if files else finding
+
+
+def compare_files(save: Save, before: str) -> Iterator[Finding]:
+    """Compare the files of a save that is bad with those of the save before, whose path is `before`, to find out which
+    of them are the cause: yield a finding for each file of the save before that is not there, and for each file of a rank or a shard that is,
+    byte for byte, that of the save before, while others of its series are not."""
+    here, there = (list_files(path) if os.path.isdir(path) else [] for path in (save.path, before))
+    for file in sorted(set(there) - set(here)) if here else ():
+        yield Finding(MISSING, DAMAGE, file, (), f"{file} is missing, which {before} has")
+    series: dict[str, dict[str, bool]] = {}
+    for file in here:
+        if re.search(r"\d", file):
+            with suppress(OSError):
+                same = filecmp.cmp(os.path.join(save.path, file), os.path.join(before, file), shallow=False)
+                series.setdefault(family(file), {})[file] = same
+    for of in series.values():
+        if not all(of.values()):
+            for file in (f for f, same in of.items() if same):
+                text = f"{file} is, byte for byte, that of {before}; the others of its series are not"
+                yield Finding(FindingKind("stale-file"), DAMAGE, file, (), text)

@@ -20,8 +20,10 @@ from ..printable import list_first
 
 __all__ = ["KINDS", "Portrait", "SeenTensor", "compare_with_earlier", "list_trained", "make_portrait"]
 
-#: {kind: what it means}, of the findings that only a comparison with earlier saves makes; docs/how-to/watch.md lists them.
+#: {kind: what it means}, of the findings that doctor does not have; docs/how-to/watch.md lists them.
 KINDS = {
+    "differs": "not what was recorded beside it, or when it was proved",
+    "unsafe": "content that would run code",
     "not-advanced": "the step, the optimizer or the scheduler is where it was at an earlier save",
     "went-back": "a counter is lower than at the save before",
     "stale-file": "a file holds what it held at an earlier save",
@@ -151,11 +153,13 @@ def compare_with_earlier(
         return
     before = earlier[0]
     yield from _compare_counters(now, before)
-    yield from _find_stale_files(now, ckpt, earlier)
+    stale = list(_find_stale_files(now, ckpt, earlier))
+    yield from stale
     if not weights_only:
         yield from _find_gone(now, before)
     yield from _compare_norms(now, ckpt, before, norm_jump)
-    yield from _find_unmoved(now, ckpt, before)
+    if not stale:
+        yield from _find_unmoved(now, ckpt, before)
     yield from _compare_ties(now, before)
 
 
@@ -180,7 +184,7 @@ def _compare_counters(now: Portrait, before: Portrait) -> Iterator[Finding]:
 def _find_stale_files(now: Portrait, ckpt: Checkpoint, earlier: Sequence[Portrait]) -> Iterator[Finding]:
     """Yield a finding for each file with state that training moves, and that an earlier save had under the same name."""
     moving: dict[str, list[str]] = {}
-    trained, rate = list_trained(ckpt), min(now.rate or 0.0, earlier[0].rate or 0.0)
+    trained, rate = list_trained(ckpt), earlier[0].rate or 0.0
     for n, t in ckpt.tensors.items():
         if (t.slot not in (None, "step") or (n in trained and t.dtype == "float32" and rate > 0)) and now.tensors[n].norm:
             for f in set(t.chunks.file):
@@ -227,7 +231,7 @@ def _compare_norms(now: Portrait, ckpt: Checkpoint, before: Portrait, norm_jump:
 
 def _find_unmoved(now: Portrait, ckpt: Checkpoint, before: Portrait) -> Iterator[Finding]:
     """Yield a finding on weights that did not change although their optimizer state did, at a learning rate above 0."""
-    if not now.rate or not before.rate:
+    if not before.rate:
         return
     slots: dict[str, list[str]] = {}
     for n, t in ckpt.tensors.items():

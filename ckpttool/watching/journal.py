@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from datetime import UTC, datetime
@@ -24,7 +23,7 @@ from ..errors import CkpttoolError, Corrupt, UsageError, kind_of_failure
 from ..storage.local_file import sync_folder
 from ..storage.lock import take_lock, unlock
 from ..storage.partial import LeftoverFiles
-from .saves import Save
+from .saves import Save, family
 
 __all__ = ["LINK", "Event", "Journal", "open_journal"]
 
@@ -35,11 +34,6 @@ _FILE, _RECORDS = "journal.jsonl", "records"
 _KEPT = 4  # records of proved saves
 #: Events that are the last word on a save, as its files were.
 _ABOUT_SAVE = ("verified", "failed", "unfinished", "unjudged", "skipped", "changed", "deleted")
-
-
-def _family(name: str) -> str:
-    """Return what the names of saves of one kind have in common: "checkpoint-#"."""
-    return re.sub(r"\d+", "#", name)
 
 
 @contextmanager
@@ -202,7 +196,7 @@ class Journal:
     def list_earlier(self, save: Save) -> list[dict[str, Any]]:
         """Return the records of proved saves before this one, from the nearest back: of saves whose names differ from
         its in numbers alone."""
-        same = [e for e in self.proved.values() if _family(e["name"]) == _family(save.name) and tuple(e["age"]) < save.age]
+        same = [e for e in self.proved.values() if family(e["name"]) == family(save.name) and tuple(e["age"]) < save.age]
         out = []
         for event in sorted(same, key=lambda e: tuple(e["age"]), reverse=True):
             try:
@@ -218,8 +212,8 @@ class Journal:
         """Remove all records but those of the saves of each family that were proved last."""
         kept: dict[str, list[str]] = {}
         for name in self.proved:
-            kept.setdefault(_family(name), []).append(os.path.basename(self._record_path(name)))
-        names = {name for family in kept.values() for name in family[-_KEPT:]}
+            kept.setdefault(family(name), []).append(os.path.basename(self._record_path(name)))
+        names = {name for group in kept.values() for name in group[-_KEPT:]}
         folder = os.path.join(self.folder, _RECORDS)
         for name in os.listdir(folder):
             if name not in names:

@@ -15,7 +15,7 @@ from ..errors import CkpttoolError
 from ..layouts import Place
 from ..storage.source import Source
 
-__all__ = ["Save", "list_saves", "take_fingerprint"]
+__all__ = ["Save", "family", "list_files", "list_saves", "take_fingerprint"]
 
 _WRITTEN_LAST = re.compile(r"written last|writes last|unfinished save|did not finish")
 
@@ -101,12 +101,22 @@ def take_fingerprint(path: str) -> tuple[str, float] | None:
             newest = max(newest, st.st_mtime, st.st_ctime)
 
     if os.path.isdir(path):
-        for folder, _, names in os.walk(path):
-            for name in names:
-                here = os.path.join(folder, name)
-                add(os.path.relpath(here, path), here)
+        for name in list_files(path):
+            add(name, os.path.join(path, name))
     else:
         add("", path)
     if not files:
         return None
     return blake3(repr(sorted(files)).encode("utf-8", "surrogatepass")).hexdigest(length=16), newest
+
+
+def family(name: str) -> str:
+    """Return what the names of saves of one kind have in common: "checkpoint-#"."""
+    return re.sub(r"\d+", "#", name)
+
+
+def list_files(folder: str) -> list[str]:
+    """List all files in a folder and below it, by their relative names."""
+    return [
+        os.path.relpath(os.path.join(where, name), folder) for where, _, names in os.walk(folder) for name in names
+    ]

@@ -26,12 +26,12 @@ from ..errors import (
     UsageError,
     argument,
 )
-from .examine import Examination, describe_damage, examine
+from .examine import Examination, compare_files, describe_damage, examine
 from .gentle import Pace
 from .health import Portrait
 from .journal import Event, Journal
 from .request import WatchRequest
-from .saves import Save, list_saves, take_fingerprint
+from .saves import Save, family, list_saves, take_fingerprint
 
 __all__ = ["Watcher"]
 
@@ -165,7 +165,10 @@ class Watcher:
         if why:
             self._say({**event, "event": "unjudged", "why": why})
         elif found is None or any(f.severity == DAMAGE for f in findings):
-            self._say({**event, "event": "failed"})
+            if (before := self._path_before(save)) is not None:
+                known = {(f.kind, f.file) for f in findings}
+                findings += [f for f in compare_files(save, before) if (f.kind, f.file) not in known]
+            self._say({**event, "event": "failed", "findings": [_shorten(f) for f in findings[:_MOST_FINDINGS]]})
         else:
             record = {"fingerprint": save.fingerprint, "portrait": found.portrait.to_json()}
             self.journal.write_record(save.name, record)
@@ -174,6 +177,11 @@ class Watcher:
             self._point()
         self._finish_commands()
         gc.collect()
+
+    def _path_before(self, save: Save) -> str | None:
+        """Return the path of the save before another one that is there; None where there is none."""
+        earlier = [other for other in self.saves if other.age < save.age and family(other.name) == family(save.name)]
+        return earlier[-1].path if earlier else None
 
     def _count(self, began: float, cpu: float) -> None:
         """Add what a read has cost since these readings of the clocks."""

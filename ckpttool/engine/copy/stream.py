@@ -429,12 +429,14 @@ class Reader:
     def _corrupt(self, record: Record, crc: int) -> Corrupt:
         """Return the error for a record whose bytes have the CRC32 `crc` instead of its own."""
         name = os.path.join(self.source.root, self.files[record.extent.file])
-        return Corrupt(
+        error = Corrupt(
             f"{name}: bytes {record.extent.offset}..{record.extent.offset + record.extent.length} have CRC32 "
             f"{crc:08x}, the file itself says {record.crc32:08x}. They were damaged after they were written; "
             "fetch the file again or take another copy.",
             code="CKPT0405",
         )
+        error.wrong_bytes = self.files[record.extent.file]
+        return error
 
     def _read_raw(
         self, name: str, file: int, offset: int, n: int, buffer: memoryview, large: bool = True

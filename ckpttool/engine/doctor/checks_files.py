@@ -3,11 +3,21 @@ a layout could not read."""
 
 from __future__ import annotations
 
+from ...errors import CkpttoolError, Corrupt
 from ..salvage import Problem, ProblemKind
 from .checks import Examined, check
 from .findings import DAMAGE, Finding, FindingKind, define_kind
 
-__all__ = ["FILE_KINDS", "LOST", "MISSING", "NOT_READ", "SALVAGED", "UNREADABLE", "file_finding"]
+__all__ = [
+    "FILE_KINDS",
+    "LOST",
+    "MISSING",
+    "NOT_READ",
+    "SALVAGED",
+    "UNREADABLE",
+    "explain_refusal",
+    "file_finding",
+]
 
 #: The kinds of damaged files, as findings.
 FILE_KINDS: dict[ProblemKind, FindingKind] = {
@@ -22,6 +32,7 @@ FILE_KINDS: dict[ProblemKind, FindingKind] = {
     "damaged": define_kind("damaged", 18, "a file cannot be read as what it is", "what-is-recognised"),
 }
 MISSING = FILE_KINDS["missing"]
+CHECKSUM = define_kind("checksum", 19, "bytes do not have the CRC32 that the file carries", "what-is-recognised")
 UNREADABLE = define_kind("unreadable", 210, "what stops a conversion, with its message", "what-is-recognised")
 #: What is said of a checkpoint as a whole.
 SALVAGED = define_kind("salvaged", 30, "this is a salvaged copy", "what-is-recognised")
@@ -33,6 +44,12 @@ def file_finding(problem: Problem) -> Finding:
     """Convert a problem of a file to a finding."""
     kind = FILE_KINDS[problem.kind]
     return Finding(kind, DAMAGE, problem.file, (), f"{problem.file} {problem.text}", problem.repair)
+
+
+def explain_refusal(e: CkpttoolError) -> Finding:
+    """Convert the error that a checkpoint was refused with to a finding."""
+    wrong = e.wrong_bytes if isinstance(e, Corrupt) else None
+    return Finding(CHECKSUM if wrong else UNREADABLE, DAMAGE, wrong, (), str(e))
 
 
 @check(UNREADABLE)

@@ -26,7 +26,7 @@ from ..discover.unread_files import human
 from ..opening import CheckpointPath, OpenCheckpoint, OpenOptions, open_checkpoint, show_path
 from ..verification import summarise_salvage
 from .checks import Examined, Request, copy_command, run_checks
-from .checks_files import LOST, MISSING, NOT_READ, SALVAGED, UNREADABLE, file_finding
+from .checks_files import LOST, MISSING, NOT_READ, SALVAGED, UNREADABLE, explain_refusal, file_finding
 from .findings import DAMAGE, MISMATCH, NOTE, Finding
 
 __all__ = ["Diagnosis", "Finding", "doctor"]
@@ -219,7 +219,7 @@ def _salvage_what_is_whole(
     if not out.findings:
         if isinstance(refused, NotRecognised):
             raise refused
-        out.findings.append(Finding(UNREADABLE, DAMAGE, None, (), str(refused)))
+        out.findings.append(explain_refusal(refused))
     # open what is whole, or the weights of it alone
     why: list[str] = []
     opened: OpenCheckpoint | None = None
