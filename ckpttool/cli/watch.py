@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import json
 import shlex
+import sys
 from contextlib import closing
 from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated, Any
@@ -62,6 +63,7 @@ def watch(
         else:
             for line in describe_event(event):
                 say(line)
+        sys.stdout.flush()
 
     with open_journal(folder, run) as journal:
         watcher = Watcher(run, request, journal, tell)
@@ -96,7 +98,8 @@ def _watch(watcher: Watcher, request: WatchRequest, server: MetricsServer | None
         else:
             watcher.watch(publish)
     except KeyboardInterrupt:
-        raise Interrupted("stopped; the same command goes on where this one was.") from None
+        note("stopped; the same command goes on where this one was")
+        raise typer.Exit(Interrupted.exit_code) from None
 
 
 def describe_event(event: dict[str, Any]) -> list[str]:
@@ -110,7 +113,7 @@ def describe_event(event: dict[str, Any]) -> list[str]:
     if kind == "command":
         return [f"{what}: `{shlex.join(event['command'])}` ended with {event['status']}"]
     if kind in ("deleted", "changed"):
-        return [f"{what}: {'deleted' if kind == 'deleted' else 'files changed; it is read again when they rest'}"]
+        return [f"{what}: {_WORDS[kind]} (was {event['was']})"]
     if kind in ("unfinished", "skipped", "unjudged"):
         return [f"{what}: {_WORDS[kind]}: {event['why']}"]
     cost = f"{human(event['read_bytes'])} in {event['seconds']:.1f} s"
@@ -124,5 +127,12 @@ def describe_event(event: dict[str, Any]) -> list[str]:
     ]
 
 
-_WORDS = {"failed": "FAILED", "rechecked": "read again, and equal", "unfinished": "not finished",
-          "skipped": "passed over", "unjudged": "not judged"}  # fmt: skip
+_WORDS = {
+    "failed": "FAILED",
+    "rechecked": "read again, and equal",
+    "unfinished": "not finished",
+    "skipped": "passed over",
+    "unjudged": "not judged",
+    "deleted": "deleted",
+    "changed": "changed, and read again when its files rest",
+}

@@ -19,7 +19,7 @@ from ..engine.doctor.examine import doctor
 from ..engine.doctor.findings import DAMAGE, NOTE, Finding, FindingKind
 from ..engine.opening import OpenOptions, open_checkpoint
 from ..engine.verification import VerifyResult, compare_recorded
-from ..errors import CkpttoolError, Corrupt, Differs, Unsafe, kind_of
+from ..errors import CkpttoolError, Corrupt, kind_of
 from ..index.checkpoint import Checkpoint
 from ..index.names import step_count
 from ..options import Search
@@ -45,9 +45,7 @@ class Examination:
     recorded: str | None
 
 
-def examine(
-    save: Save, options: OpenOptions, pace: Pace, earlier: Sequence[Portrait], norm_jump: float
-) -> Examination:
+def examine(save: Save, options: OpenOptions, pace: Pace, earlier: Sequence[Portrait], norm_jump: float) -> Examination:
     """Read a save: every byte once, and masters and their weights a second time.
 
     Args:
@@ -119,7 +117,9 @@ def describe_damage(save: Save, options: OpenOptions, error: CkpttoolError, pace
     out = [_add_file(f, save) for f in found if f.severity == DAMAGE and f.kind != LOST]
     kind = {"Differs": FindingKind("differs"), "Unsafe": FindingKind("unsafe")}.get(kind_of(error))
     if m := re.match(r"no (\S+)$", save.found.lacks):
-        out.insert(0, Finding(MISSING, DAMAGE, m[1], (), f"{m[1]} is missing; files of other ranks or shards are there"))
+        out.insert(
+            0, Finding(MISSING, DAMAGE, m[1], (), f"{m[1]} is missing; files of other ranks or shards are there")
+        )
     elif kind is not None:
         out = [f for f in out if f.kind != UNREADABLE]  # which says the same
         out.insert(0, Finding(kind, DAMAGE, None, (), str(error)))
@@ -138,9 +138,9 @@ def _add_file(finding: Finding, save: Save) -> Finding:
 
 
 def compare_files(save: Save, before: str) -> Iterator[Finding]:
-    """Compare the files of a save that is bad with those of the save before, whose path is `before`, to find out which
-    of them are the cause: yield a finding for each file of the save before that is not there, and for each file of a rank or a shard that is,
-    byte for byte, that of the save before, while others of its series are not."""
+    """Compare the files of a save that is bad with those of the save before it, at the path `before`, and yield a
+    finding for each file that is not there any more, and for each file of a rank or a shard that is, byte for byte, the
+    one of the save before, while others of its series are not."""
     here, there = (list_files(path) if os.path.isdir(path) else [] for path in (save.path, before))
     for file in sorted(set(there) - set(here)) if here else ():
         yield Finding(MISSING, DAMAGE, file, (), f"{file} is missing, which {before} has")

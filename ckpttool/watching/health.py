@@ -1,7 +1,7 @@
-"""Compare a save with those before it: files and counters that did not advance, norms that jump, weights that became zero
-or did not move, tied weights that diverged, state that is gone.
+"""Compare a save with those before it: files and counters that did not advance, norms that jump, weights that became
+zero or did not move, tied weights that diverged, state that is gone.
 
-What is compared is the `Portrait` of each: a digest and a norm of every tensor, and a digest of the CRC32s of every file.
+What is compared is the `Portrait` of each: digest and norm of every tensor, and a digest of the CRC32s of every file.
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ from blake3 import blake3
 
 from ..engine.doctor.findings import DAMAGE, NOTE, Finding, FindingKind, Severity
 from ..index.checkpoint import Checkpoint
-from ..index.param_groups import names_by_group
 from ..printable import list_first
 
 __all__ = ["KINDS", "Portrait", "SeenTensor", "compare_with_earlier", "list_trained", "make_portrait"]
@@ -118,8 +117,8 @@ def _own_name(file: str, save: str) -> str:
 
 
 def _sum_files(ckpt: Checkpoint, digests: Mapping[str, str]) -> dict[int, str]:
-    """Return {number of a file: a digest of what it holds}: of all CRC32s in it, or else of the tensors in it, where all
-    of them are whole."""
+    """Return {number of a file: a digest of what it holds}: of all CRC32s in it, or else of the tensors in it, where
+    all of them are whole."""
     parts: dict[int, list[tuple[object, ...]]] = {}
     for r in ckpt.records:
         parts.setdefault(r.extent.file, []).append((r.extent.offset, r.extent.length, r.crc32))
@@ -129,7 +128,9 @@ def _sum_files(ckpt: Checkpoint, digests: Mapping[str, str]) -> dict[int, str]:
         if len(inside) == 1:
             parts.setdefault(min(inside), []).append((n, digests[n]))
         cut |= inside if len(set(t.chunks.file)) > 1 else set()
-    return {f: blake3(repr(sorted(p, key=repr)).encode()).hexdigest(length=16) for f, p in parts.items() if f not in cut}
+    return {
+        f: blake3(repr(sorted(p, key=repr)).encode()).hexdigest(length=16) for f, p in parts.items() if f not in cut
+    }
 
 
 def list_trained(ckpt: Checkpoint) -> frozenset[str]:
@@ -152,7 +153,7 @@ def compare_with_earlier(
     if not earlier:
         return
     before = earlier[0]
-    yield from _compare_counters(now, before)
+    yield from _compare_counters(now, earlier)
     stale = list(_find_stale_files(now, ckpt, earlier))
     yield from stale
     if not weights_only:
@@ -169,32 +170,43 @@ def _finding(kind: str, severity: Severity, text: str, names: Sequence[str] = ()
     return Finding(FindingKind(kind), severity, file, tuple(names), text)
 
 
-def _compare_counters(now: Portrait, before: Portrait) -> Iterator[Finding]:
-    """Yield a finding for each counter that did not advance."""
+def _compare_counters(now: Portrait, earlier: Sequence[Portrait]) -> Iterator[Finding]:
+    """Yield a finding for each counter that did not advance. A scheduler may count epochs, so one other than the
+    optimizer's has to have kept up with another counter before."""
+    before = earlier[0]
+    ahead = {what: count - before.counters.get(what, count) for what, count in now.counters.items()}
+    kept_up: set[str] = set()
+    if len(earlier) > 1:
+        was = {what: before.counters[what] - n for what, n in earlier[1].counters.items() if what in before.counters}
+        kept_up = {a for a, n in was.items() if n > 0 and any(b != a and m == n for b, m in was.items())}
     for what, count in now.counters.items():
-        old = before.counters.get(what)
-        if old is not None and count == old:
-            text = f"the {what} is at {count:,.0f}, as at {before.where}: it did not advance, or its file is of that save"
+        if what not in before.counters:
+            continue
+        old = before.counters[what]
+        if count == old and (what == "optimizer" or (what in kept_up and any(n > 0 for n in ahead.values()))):
+            text = f"the {what} is at step {count:,.0f}, as at {before.where}: it did not advance, or is of that save"
             yield _finding("not-advanced", DAMAGE, text)
-        elif old is not None and count < old:
-            text = f"the {what} is at {count:,.0f}, and was at {old:,.0f} at {before.where}: it was reset, or is older"
+        elif count < old:
+            text = f"the {what} is at step {count:,.0f}, and was at {old:,.0f} at {before.where}: it was reset"
             yield _finding("went-back", NOTE, text)
 
 
 def _find_stale_files(now: Portrait, ckpt: Checkpoint, earlier: Sequence[Portrait]) -> Iterator[Finding]:
-    """Yield a finding for each file with state that training moves, and that an earlier save had under the same name."""
+    """Yield a finding for each file with state that training moves, and that an earlier save had under its name."""
     moving: dict[str, list[str]] = {}
     trained, rate = list_trained(ckpt), earlier[0].rate or 0.0
     for n, t in ckpt.tensors.items():
-        if (t.slot not in (None, "step") or (n in trained and t.dtype == "float32" and rate > 0)) and now.tensors[n].norm:
+        if (t.slot not in (None, "step") or (n in trained and t.dtype == "float32" and rate > 0)) and now.tensors[
+            n
+        ].norm:
             for f in set(t.chunks.file):
                 moving.setdefault(_own_name(ckpt.files[f], now.name), []).append(n)
     for file, names in moving.items():
         for old in earlier:
             if file in now.files and old.files.get(file) == now.files[file]:
                 text = (
-                    f"{file} holds what it held at {old.where}, {list_first(names, _MOST_SHOWN)} among it, and training "
-                    "moves that with every step. It was left from that save, or was copied from it"
+                    f"{file} holds what it held at {old.where}: {list_first(names, _MOST_SHOWN)}. Training moves that "
+                    "with every step, so the file was left from that save, or copied from it"
                 )
                 yield _finding("stale-file", DAMAGE, text, names, file)
                 break
@@ -204,8 +216,8 @@ def _find_gone(now: Portrait, before: Portrait) -> Iterator[Finding]:
     """Yield findings on components, and on tensors of the others, that the save before had."""
     for part in before.components:
         if part not in now.components:
-            yield _finding("gone", DAMAGE, f'there is no "{part}", which {before.where} had: a file is missing, or is no '
-                           "longer saved")  # fmt: skip
+            text = f'there is no "{part}", which {before.where} had: a file is missing, or it is no longer saved'
+            yield _finding("gone", DAMAGE, text)
     lost = [n for n in before.tensors if n not in now.tensors and n.partition(".")[0] in now.components]
     lost = [n for n in lost if n.partition(".")[0] in ("model", "optim")]
     if lost:
@@ -248,9 +260,9 @@ def _find_unmoved(now: Portrait, ckpt: Checkpoint, before: Portrait) -> Iterator
     ]  # fmt: skip
     if names := sorted(names):
         text = (
-            f"{len(names):,} weights are what they were at {before.where}, bit for bit, while their optimizer state moved: "
-            f"{list_first(names, _MOST_SHOWN)}. Updates round to nothing in {ckpt.tensors[names[0]].dtype}, or the "
-            "weights are not those that are trained"
+            f"{len(names):,} weights are what they were at {before.where}, bit for bit, while their optimizer state "
+            f"moved: {list_first(names, _MOST_SHOWN)}. Updates round to nothing in {ckpt.tensors[names[0]].dtype}, or "
+            "the weights are not those that are trained"
         )
         yield _finding("unmoved", NOTE, text, names)
 

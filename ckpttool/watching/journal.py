@@ -196,8 +196,10 @@ class Journal:
     def list_earlier(self, save: Save) -> list[dict[str, Any]]:
         """Return the records of proved saves before this one, from the nearest back: of saves whose names differ from
         its in numbers alone."""
-        same = [e for e in self.proved.values() if family(e["name"]) == family(save.name) and tuple(e["age"]) < save.age]
-        out = []
+        same = [
+            e for e in self.proved.values() if family(e["name"]) == family(save.name) and tuple(e["age"]) < save.age
+        ]
+        out: list[dict[str, Any]] = []
         for event in sorted(same, key=lambda e: tuple(e["age"]), reverse=True):
             try:
                 with open(self._record_path(event["name"])) as text:
@@ -205,6 +207,8 @@ class Journal:
             except (OSError, ValueError):
                 continue
             if record["fingerprint"] == event["fingerprint"]:
+                if out:  # of those further back, no tensor is compared, and they take memory
+                    record["portrait"]["tensors"] = {}
                 out.append(record)
         return out
 

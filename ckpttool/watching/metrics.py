@@ -1,6 +1,6 @@
 """What a watcher knows, as metrics in Prometheus' text format: served at a port, or written to a file.
 
-    render_watch_metrics(watcher) -> str
+render_watch_metrics(watcher) -> str
 """
 
 from __future__ import annotations
@@ -42,11 +42,13 @@ def render_watch_metrics(watcher: Watcher) -> str:
             found.setdefault(metric, []).append((labels, float(value)))
 
     events = [e for save in watcher.saves if (e := watcher.journal.knows(save)) is not None]
-    states = Counter(e["event"] if e["event"] != "rechecked" else "verified" for e in events)
+    states = Counter(e["event"] for e in events)
     states["waiting"] = len(watcher.waiting)
     for state in _STATES:
         add("saves", states[state], state=state)
-    kinds = Counter(f["kind"] for e in events if e["event"] == "failed" for f in e["findings"] if f["severity"] == DAMAGE)
+    kinds = Counter(
+        f["kind"] for e in events if e["event"] == "failed" for f in e["findings"] if f["severity"] == DAMAGE
+    )
     for kind, n in sorted(kinds.items()):
         add("findings", n, kind=kind)
     steps = [save.step for save in watcher.saves if save.step is not None]
@@ -111,8 +113,8 @@ class MetricsServer:
             self._server = ThreadingHTTPServer((address, port), Handler)
         except (OSError, OverflowError) as e:
             raise UsageError(
-                f"{argument('job_metrics', port)}: {address}:{port} cannot be listened at: {getattr(e, 'strerror', e)}. "
-                "Give another port."
+                f"{argument('job_metrics', port)}: {address}:{port} cannot be listened at: "
+                f"{getattr(e, 'strerror', e)}. Give another port."
             ) from e
         self._server.daemon_threads = True
         self.port = self._server.server_address[1]

@@ -1,4 +1,4 @@
-"""Norms of all tensors, computed while their blocks are digested: 20 ms of CPU for a GB in float32, 0.1 s in bfloat16."""
+"""Norms of all tensors, computed while their blocks are digested: a GB takes 0.02 s of CPU in float32, 0.1 in bf16."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _UNREAD = {*NOT_TORCHS, *PACKED}
 
 
 class Norms:
-    """L2 norms of the finite numbers of each floating-point tensor of a checkpoint, and how many of its numbers are NaN.
+    """L2 norms of the finite numbers of each floating-point tensor of a checkpoint, and how many numbers are NaN.
 
     Products are summed in float32 piece by piece, and the pieces in float64.
     """

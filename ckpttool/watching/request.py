@@ -44,6 +44,11 @@ class WatchRequest:
         10.0, "How many times its last norm a weight may have, if it is larger than all weights were.",
         metavar="FACTOR", least=1,
     )  # fmt: skip
+    accept: str | None = option(
+        None,
+        "Take this save, which failed, for good, if it can be read: later ones are compared with it.",
+        metavar="NAME",
+    )
     recheck: float | None = option(
         None, "Hours after which the save of latest.verified is read again.", metavar="HOURS", least=0
     )

@@ -9,11 +9,8 @@ from dataclasses import dataclass
 
 from blake3 import blake3
 
-from ..engine.discover import detection
-from ..engine.discover.detection import FoundCheckpoint
-from ..errors import CkpttoolError
-from ..layouts import Place
-from ..storage.source import Source
+from ..engine.runs import RunStep, list_run
+from ..errors import NotRecognised
 
 __all__ = ["Save", "family", "list_files", "list_saves", "take_fingerprint"]
 
@@ -28,14 +25,14 @@ class Save:
     change of its files, in seconds since 1970.
     """
 
-    found: FoundCheckpoint
+    found: RunStep
     fingerprint: str
     changed: float
 
     @property
     def name(self) -> str:
-        """Return its name relative to the run."""
-        return self.found.name
+        """Return its name relative to the run; "." where it is the folder of the run itself."""
+        return self.found.name or "."
 
     @property
     def path(self) -> str:
@@ -45,7 +42,7 @@ class Save:
     @property
     def step(self) -> int | None:
         """Return the step, or else the epoch, that its name has; None where it has none."""
-        return self.found.step if self.found.step is not None else self.found.epoch
+        return self.found.number
 
     @property
     def age(self) -> tuple[int, float, str]:
@@ -54,8 +51,9 @@ class Save:
 
     @property
     def begun(self) -> bool:
-        """Tell whether it lacks what its trainer writes last, so that the trainer may be writing it."""
-        return not self.found.complete and _WRITTEN_LAST.search(self.found.lacks) is not None
+        """Tell whether its trainer may be writing it: it lacks what is written last, or its trainer keeps a file that
+        names the newest save, and has not named this one."""
+        return self.found.being_written if self.found.complete else bool(_WRITTEN_LAST.search(self.found.lacks))
 
 
 def list_saves(run: str, state: str) -> list[Save]:
@@ -67,14 +65,10 @@ def list_saves(run: str, state: str) -> list[Save]:
     """
     if not os.path.isdir(run):
         return []
-    with Source(run) as source:
-        found = detection.below(source).checkpoints
-        if not found:
-            try:
-                layout = detection.detect(Place(source, None))
-                found = [FoundCheckpoint(run, ".", None, None, layout.name, None, True, "", 0, 0)]
-            except CkpttoolError:
-                return []
+    try:
+        found = list_run(run, look=False).steps
+    except NotRecognised:
+        return []
     inside = os.path.realpath(state) + "/"
     out = []
     for c in found:
@@ -117,6 +111,4 @@ def family(name: str) -> str:
 
 def list_files(folder: str) -> list[str]:
     """List all files in a folder and below it, by their relative names."""
-    return [
-        os.path.relpath(os.path.join(where, name), folder) for where, _, names in os.walk(folder) for name in names
-    ]
+    return [os.path.relpath(os.path.join(where, name), folder) for where, _, names in os.walk(folder) for name in names]

@@ -58,7 +58,9 @@ def run(kind: str, home: Path, rng: random.Random) -> dict[str, Any]:
         command = ["torchrun", "--standalone", "--nproc-per-node", str(RANKS[kind]), str(JOBS)]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu", "PYTHONWARNINGS": "ignore"}
     with open(home / f"{kind}.log", "w") as log:
-        trainer = subprocess.Popen([*command, kind, folder, str(SAVES[kind]), str(PAUSE)], env=environment, stdout=log, stderr=log)
+        trainer = subprocess.Popen(
+            [*command, kind, folder, str(SAVES[kind]), str(PAUSE)], env=environment, stdout=log, stderr=log
+        )
         watcher = subprocess.Popen(
             ["ckpttool", "watch", folder, "--json", "--settle", str(SETTLE), "--poll", "0.25", "--job-metrics", "0"],
             env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
@@ -98,11 +100,19 @@ def run(kind: str, home: Path, rng: random.Random) -> dict[str, Any]:
     watcher.wait(20)
     after = {p: v for p, v in snapshot(folder).items() if p in trees or Path(p).parent != folder}
     changed = sorted(p for p in {*trees, *after} if trees.get(p) != after.get(p))
-    return judge(kind, faults, hits, times, events) | {"changed": changed, "metrics": metrics, "code": watcher.returncode}
+    return judge(kind, faults, hits, times, events) | {
+        "changed": changed,
+        "metrics": metrics,
+        "code": watcher.returncode,
+    }
 
 
 def judge(
-    kind: str, faults: dict[int, Fault], hits: dict[int, str], times: dict[int, float], events: list[tuple[float, dict[str, Any]]]
+    kind: str,
+    faults: dict[int, Fault],
+    hits: dict[int, str],
+    times: dict[int, float],
+    events: list[tuple[float, dict[str, Any]]],
 ) -> dict[str, Any]:
     """Compares what was said with what was done."""
     rows, missed, false = [], [], []
@@ -122,7 +132,11 @@ def judge(
         named = [f for f in findings if f["kind"] in fault.kinds]
         places = " ".join(f"{f['file']} {f['tensors']} {f['text']}" for f in named)
         in_time = bool(heard) and heard[0][0] < times.get(step + 1, times[step] + PAUSE)
-        good = bool(named) and in_time and any(word.replace("master.", "extra.master.", 1) in places or word in places for word in hit.split())
+        good = (
+            bool(named)
+            and in_time
+            and any(word.removeprefix("master.") in places for word in hit.split())
+        )
         late = heard[0][0] - times[step] if heard else None
         rows.append((step, fault.name, hit, sorted({f["kind"] for f in findings}), late))
         if not good:
@@ -144,12 +158,21 @@ def main() -> None:
             if found[what]:
                 bad = True
                 print(f"{kind}: {what}: {json.dumps(found[what], indent=1, default=str)[:4000]}")
-        print(f"{kind}: watcher ended with {found['code']}; " + "; ".join(line for line in found["metrics"].splitlines() if "saves{" in line or "_total{" in line and "verdicts" in line))
+        print(
+            f"{kind}: watcher ended with {found['code']}; "
+            + "; ".join(
+                line
+                for line in found["metrics"].splitlines()
+                if "saves{" in line or "_total{" in line and "verdicts" in line
+            )
+        )
         saves += found["saves"]
         named += len(found["faults"]) - len(found["missed"])
         quiet += found["saves"] - len(found["faults"]) - len(found["false"])
     faults = sum(map(len, FAULTS.values()))
-    print(f"{saves} saves, {named} of {faults} faults named before the next save, {quiet} of {saves - faults} other saves proved without a word")
+    print(
+        f"{saves} saves, {named} of {faults} faults named before the next save, {quiet} of {saves - faults} other saves proved without a word"
+    )
     if bad or saves != sum(SAVES.values()):
         raise SystemExit(1)
 
