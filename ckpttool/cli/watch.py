@@ -33,9 +33,9 @@ __all__ = ["watch"]
     ("Archive every 1,000th step that is proved", "ckpttool watch runs/llama --every 1000 --then "
      "'ckpttool audit export {path} /archive/{name}.tar.zst'"),
     exits=(0, 2, 3, 4, 5, 6, 8, 14, 130),
-    meaning={0: "with --once: no save that is there is bad", 3: "with --once: a save could not be judged",
+    meaning={0: "ended by a signal; with --once: no save that is there is bad", 3: "with --once: a save could not be judged",
              4: "with --once: a save is damaged or sick", 5: "with --once: a save is not what was recorded of it",
-             130: "stopped by a signal; the same command goes on"},
+             130: "with --once: stopped by a signal; the same command goes on"},
 )  # fmt: skip
 @add_shared_options("only", "weights", "tag")
 def watch(
@@ -98,8 +98,9 @@ def _watch(watcher: Watcher, request: WatchRequest, server: MetricsServer | None
         else:
             watcher.watch(publish)
     except KeyboardInterrupt:
-        note("stopped; the same command goes on where this one was")
-        raise typer.Exit(Interrupted.exit_code) from None
+        if request.once:
+            raise Interrupted("stopped; the same command goes on where this one was.") from None
+        note("stopped; the same command goes on where this one was")  # the usual end of a watch
 
 
 def describe_event(event: dict[str, Any]) -> list[str]:
@@ -121,7 +122,8 @@ def describe_event(event: dict[str, Any]) -> list[str]:
     if kind == "verified":
         before = event.get("previous")
         compared = f"compared with {before['name']}" if before else "nothing to compare it with"
-        lines = [f"{what}: verified, {event['layout']}, {cost}, {compared}, blake3:{event['digest']['all']}"]
+        accepted = " (accepted)" if event.get("accepted") else ""
+        lines = [f"{what}: verified{accepted}, {event['layout']}, {cost}, {compared}, blake3:{event['digest']['all']}"]
     return lines + [
         f"  {'warning: ' if f['severity'] == 'note' else ''}{f['kind']}: {f['text']}" for f in event.get("findings", ())
     ]

@@ -11,6 +11,7 @@ from dataclasses import dataclass, fields, replace
 
 from ..engine.copy.tensor_digests import reporting
 from ..engine.copy.value_digests import state_roots
+from ..engine.discover.unread_files import kind_of
 from ..engine.doctor.checks import Examined, Request, run_checks
 from ..engine.doctor.checks_files import LOST, MISSING, UNREADABLE, explain_refusal
 from ..engine.doctor.checks_numbers import NAN
@@ -139,19 +140,21 @@ def _add_file(finding: Finding, save: Save) -> Finding:
 
 def compare_files(save: Save, before: str) -> Iterator[Finding]:
     """Compare the files of a save that is bad with those of the save before it, at the path `before`, and yield a
-    finding for each file that is not there any more, and for each file of a rank or a shard that is, byte for byte, the
-    one of the save before, while others of its series are not."""
+    finding for each file that is not there any more, and for each that is, byte for byte, the one of the save before,
+    although it is of the optimizer or the scheduler, or others of its series of ranks or shards are not."""
     here, there = (list_files(path) if os.path.isdir(path) else [] for path in (save.path, before))
     for file in sorted(set(there) - set(here)) if here else ():
         yield Finding(MISSING, DAMAGE, file, (), f"{file} is missing, which {before} has")
     series: dict[str, dict[str, bool]] = {}
     for file in here:
-        if re.search(r"\d", file):
+        kind = kind_of(os.path.basename(file))
+        moves = kind is not None and kind[1] in ("optim", "scheduler")
+        if moves or family(file) != file:
             with suppress(OSError):
                 same = filecmp.cmp(os.path.join(save.path, file), os.path.join(before, file), shallow=False)
-                series.setdefault(family(file), {})[file] = same
+                series.setdefault(family(file), {"": False} if moves else {})[file] = same
     for of in series.values():
         if not all(of.values()):
             for file in (f for f, same in of.items() if same):
-                text = f"{file} is, byte for byte, that of {before}; the others of its series are not"
+                text = f"{file} is, byte for byte, that of {before}, and training changes it with every step"
                 yield Finding(FindingKind("stale-file"), DAMAGE, file, (), text)

@@ -112,8 +112,9 @@ def make_portrait(
 
 
 def _own_name(file: str, save: str) -> str:
-    """Return the name of a file inside the folder of its save, where it begins with that folder."""
-    return file.removeprefix(f"{save.rpartition('/')[2]}/")
+    """Return the name of a file inside the folder of its save; "" where the save is the file."""
+    own = save.rpartition("/")[2]
+    return "" if file == own else file.removeprefix(f"{own}/")
 
 
 def _sum_files(ckpt: Checkpoint, digests: Mapping[str, str]) -> dict[int, str]:
@@ -205,10 +206,10 @@ def _find_stale_files(now: Portrait, ckpt: Checkpoint, earlier: Sequence[Portrai
         for old in earlier:
             if file in now.files and old.files.get(file) == now.files[file]:
                 text = (
-                    f"{file} holds what it held at {old.where}: {list_first(names, _MOST_SHOWN)}. Training moves that "
+                    f"{file or now.name} holds what it held at {old.where}: {list_first(names, _MOST_SHOWN)}. Training moves that "
                     "with every step, so the file was left from that save, or copied from it"
                 )
-                yield _finding("stale-file", DAMAGE, text, names, file)
+                yield _finding("stale-file", DAMAGE, text, names, file or now.name)
                 break
 
 

@@ -5,16 +5,20 @@ from __future__ import annotations
 import os
 import re
 import stat
-from dataclasses import dataclass
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import dataclass, replace
 
 from blake3 import blake3
 
+from ..engine.discover.detection import find_step
 from ..engine.runs import RunStep, list_run
 from ..errors import NotRecognised
 
 __all__ = ["Save", "family", "list_files", "list_saves", "take_fingerprint"]
 
-_WRITTEN_LAST = re.compile(r"written last|writes last|unfinished save|did not finish")
+_UNKNOWN = "no layout knows it: it is being written, or damaged"
+_WRITTEN_LAST = re.compile(rf"written last|writes last|unfinished save|did not finish|{_UNKNOWN}")
 
 
 @dataclass(frozen=True)
@@ -71,10 +75,23 @@ def list_saves(run: str, state: str) -> list[Save]:
         return []
     inside = os.path.realpath(state) + "/"
     out = []
-    for c in found:
+    for c in [*found, *_find_unknown(run, found)]:
         if not (os.path.realpath(c.path) + "/").startswith(inside) and (seen := take_fingerprint(c.path)) is not None:
             out.append(Save(c, *seen))
     return sorted(out, key=lambda save: save.age)
+
+
+def _find_unknown(run: str, found: list[RunStep]) -> Iterator[RunStep]:
+    """Yield a row for each entry beside the saves of a run that is named as they are, and that no layout knows."""
+    kin = {(os.path.dirname(c.name), family(os.path.basename(c.name))): c for c in found if c.name}
+    known = {c.name for c in found}
+    for folder in {folder for folder, _ in kin}:
+        with suppress(OSError):
+            for entry in os.listdir(os.path.join(run, folder)):
+                name, like = os.path.join(folder, entry), kin.get((folder, family(entry)))
+                if like is not None and name not in known and not os.path.islink(path := os.path.join(run, name)):
+                    row = replace(like, path=path, name=name, step=find_step(name), complete=False, lacks=_UNKNOWN)
+                    yield replace(row, newest=False, weights_only=False, digest=None)
 
 
 def take_fingerprint(path: str) -> tuple[str, float] | None:

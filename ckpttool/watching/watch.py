@@ -14,7 +14,7 @@ from dataclasses import asdict
 from typing import Any
 
 from ..engine.doctor.findings import DAMAGE, Finding
-from ..errors import CkpttoolError, Corrupt, Differs, SourceChanged, Unsafe
+from ..errors import CkpttoolError, Corrupt, Differs, NotRecognised, SourceChanged, Unsafe
 from .commands import run_command, split_command
 from .examine import Examination, compare_files, describe_damage, examine
 from .gentle import Pace
@@ -49,6 +49,7 @@ class Watcher:
         self.costs = {"read_bytes": 0.0, "cpu_seconds": 0.0}
         self._seen: dict[str, tuple[Save, float]] = {}  # {name: (the save, when it was first seen as it is)}
         self._doubted: set[str] = set()  # fingerprints of saves that were read once and look bad
+        self._accepted = request.accept  # until it was read
         self._commands = {
             "verified": split_command("then", request.then),
             "failed": split_command("on_failure", request.on_failure),
@@ -78,6 +79,8 @@ class Watcher:
         """
         self.looked = time.time()
         try:
+            if self.request.once and not os.path.isdir(self.run):
+                raise NotRecognised(f"{self.run}: no such folder.")
             self.saves = list_saves(self.run, self.journal.folder)
         except (CkpttoolError, OSError) as e:
             if self.request.once:
@@ -102,7 +105,7 @@ class Watcher:
         for save in self.saves:
             rested, watched = self._measure_rest(save)
             event = self.journal.knows(save)
-            if event is not None and not (event["event"] == "failed" and save.name == self.request.accept):
+            if event is not None and not (event["event"] == "failed" and save.name == self._accepted):
                 continue
             if save.begun:
                 self._note_unfinished(save, rested)
@@ -162,7 +165,7 @@ class Watcher:
             event |= {"recorded": found.recorded} if found.recorded is not None else {}
         if why:
             self._say({**event, "event": "unjudged", "why": why})
-        elif found is not None and (not bad or save.name == self.request.accept):
+        elif found is not None and (not bad or save.name == self._accepted):
             record = {"fingerprint": save.fingerprint, "portrait": found.portrait.to_json()}
             self.journal.write_record(save.name, record)
             accepted = {"accepted": True} if bad else {}
@@ -170,6 +173,7 @@ class Watcher:
             self.journal.forget_records()
         else:
             self._say({**event, "event": "failed", "findings": _shorten(self._add_files(save, findings))})
+        self._accepted = None if save.name == self._accepted else self._accepted
         self._point()
         self._run_commands()
 
@@ -196,6 +200,7 @@ class Watcher:
         end."""
         began, cpu = time.monotonic(), time.process_time()
         costs: dict[str, float] = {}
+        self.pace.start(None)
         try:
             yield costs
         finally:

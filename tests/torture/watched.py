@@ -132,11 +132,7 @@ def judge(
         named = [f for f in findings if f["kind"] in fault.kinds]
         places = " ".join(f"{f['file']} {f['tensors']} {f['text']}" for f in named)
         in_time = bool(heard) and heard[0][0] < times.get(step + 1, times[step] + PAUSE)
-        good = (
-            bool(named)
-            and in_time
-            and any(word.removeprefix("master.") in places for word in hit.split())
-        )
+        good = bool(named) and in_time and any(word.removeprefix("master.") in places for word in hit.split())
         late = heard[0][0] - times[step] if heard else None
         rows.append((step, fault.name, hit, sorted({f["kind"] for f in findings}), late))
         if not good:
@@ -160,11 +156,7 @@ def main() -> None:
                 print(f"{kind}: {what}: {json.dumps(found[what], indent=1, default=str)[:4000]}")
         print(
             f"{kind}: watcher ended with {found['code']}; "
-            + "; ".join(
-                line
-                for line in found["metrics"].splitlines()
-                if "saves{" in line or "_total{" in line and "verdicts" in line
-            )
+            + "; ".join(line for line in found["metrics"].splitlines() if "saves{" in line or "verdicts_total{" in line)
         )
         saves += found["saves"]
         named += len(found["faults"]) - len(found["missed"])

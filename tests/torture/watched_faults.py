@@ -226,7 +226,7 @@ _TRAINER = (
     Fault("stale weights", ("stale-file",), stale("model.safetensors")),
     Fault("stale optimizer", ("stale-file", "not-advanced", "mixed-steps"), stale("optimizer.pt")),
     Fault("NaN in a weight", ("nan",), write_in_safetensors(_UP, b"\x00\x00\xc0\x7f")),
-    Fault("stale scheduler", ("not-advanced",), stale("scheduler.pt")),
+    Fault("stale scheduler", ("not-advanced", "stale-file"), stale("scheduler.pt")),
 )
 
 FAULTS = {"fsdp2": _FSDP2, "zero3": _ZERO3, "trainer": _TRAINER}
