@@ -20,7 +20,7 @@ from ..engine.doctor.examine import doctor
 from ..engine.doctor.findings import DAMAGE, NOTE, Finding, FindingKind
 from ..engine.opening import OpenOptions, open_checkpoint
 from ..engine.verification import VerifyResult, compare_recorded
-from ..errors import CkpttoolError, Corrupt, kind_of
+from ..errors import CkpttoolError, Corrupt, Differs, Unsafe
 from ..index.checkpoint import Checkpoint
 from ..index.names import step_count
 from ..options import Search
@@ -116,14 +116,14 @@ def describe_damage(save: Save, options: OpenOptions, error: CkpttoolError, pace
     with suppress(CkpttoolError):
         found = doctor(save.path, read_data=True, progress=pace, **{n: getattr(options, n) for n in names}).findings
     out = [_add_file(f, save) for f in found if f.severity == DAMAGE and f.kind != LOST]
-    kind = {"Differs": FindingKind("differs"), "Unsafe": FindingKind("unsafe")}.get(kind_of(error))
+    kind = "differs" if isinstance(error, Differs) else "unsafe" if isinstance(error, Unsafe) else None
     if m := re.match(r"no (\S+)$", save.found.lacks):
         out.insert(
             0, Finding(MISSING, DAMAGE, m[1], (), f"{m[1]} is missing; files of other ranks or shards are there")
         )
     elif kind is not None:
         out = [f for f in out if f.kind != UNREADABLE]  # which says the same
-        out.insert(0, Finding(kind, DAMAGE, None, (), str(error)))
+        out.insert(0, Finding(FindingKind(kind), DAMAGE, None, (), str(error)))
     elif not out:
         out.append(_add_file(explain_refusal(error), save))
     return out

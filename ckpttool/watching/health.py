@@ -205,11 +205,12 @@ def _find_stale_files(now: Portrait, ckpt: Checkpoint, earlier: Sequence[Portrai
     for file, names in moving.items():
         for old in earlier:
             if file in now.files and old.files.get(file) == now.files[file]:
+                what = file or now.name
                 text = (
-                    f"{file or now.name} holds what it held at {old.where}: {list_first(names, _MOST_SHOWN)}. Training moves that "
+                    f"{what} holds what it held at {old.where}: {list_first(names, _MOST_SHOWN)}. Training moves that "
                     "with every step, so the file was left from that save, or copied from it"
                 )
-                yield _finding("stale-file", DAMAGE, text, names, file or now.name)
+                yield _finding("stale-file", DAMAGE, text, names, what)
                 break
 
 

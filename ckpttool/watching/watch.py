@@ -134,24 +134,16 @@ class Watcher:
     def _judge(self, save: Save) -> None:
         """Read a save, and say what was found; nothing, where it changes or goes meanwhile."""
         earlier = [Portrait.from_json(r["portrait"]) for r in self.journal.list_earlier(save)]
-        found: Examination | None = None
-        findings: list[Finding] = []
-        why = ""
         with self._measure_costs() as costs:
             try:
-                if not save.found.complete:
-                    raise Corrupt(f"{save.path} is not complete: {save.found.lacks}.")
-                found = examine(save, self.request.reading, self.pace, earlier, self.request.norm_jump)
-                findings = found.findings
+                found, findings = self._examine(save, earlier)
+                why = ""
             except SourceChanged:
                 return
-            except (Corrupt, Differs, Unsafe) as e:
-                if self._is_as_it_was(save):
-                    findings = describe_damage(save, self.request.reading, e, self.pace)
             except CkpttoolError as e:
-                why = str(e)
+                found, findings, why = None, [], str(e)
             except Exception as e:  # a bug of ours must not end the watch
-                why = f"unexpected {type(e).__name__}: {e}. This is a bug of ckpttool."
+                found, findings, why = None, [], f"unexpected {type(e).__name__}: {e}. This is a bug of ckpttool."
         bad = any(f.severity == DAMAGE for f in findings)
         if not self._is_as_it_was(save) or (bad and self._doubt(save)):
             return  # the next look sees it as it is then
@@ -172,10 +164,34 @@ class Watcher:
             self._say({**event, "event": "verified", **accepted, "findings": _shorten(findings)})
             self.journal.forget_records()
         else:
-            self._say({**event, "event": "failed", "findings": _shorten(self._add_files(save, findings))})
+            self._say({**event, "event": "failed", "findings": _shorten(findings)})
         self._accepted = None if save.name == self._accepted else self._accepted
         self._point()
         self._run_commands()
+
+    def _examine(self, save: Save, earlier: Sequence[Portrait]) -> tuple[Examination | None, list[Finding]]:
+        """Read a save; return what was found, None where it is too damaged for that, and all findings. Those of a bad one
+        include what a comparison with the files of the one before shows.
+
+        Raises:
+            SourceChanged: it is written to, or goes, meanwhile.
+            CkpttoolError: it cannot be judged.
+        """
+        found, findings = None, []
+        try:
+            if not save.found.complete:
+                raise Corrupt(f"{save.path} is not complete: {save.found.lacks}.")
+            found = examine(save, self.request.reading, self.pace, earlier, self.request.norm_jump)
+            findings = found.findings
+        except (Corrupt, Differs, Unsafe) as e:
+            if isinstance(e, SourceChanged) or not self._is_as_it_was(save):
+                raise SourceChanged(str(e)) from e
+            findings = describe_damage(save, self.request.reading, e, self.pace)
+        kin = [other for other in self.saves if other.age < save.age and family(other.name) == family(save.name)]
+        if kin and any(f.severity == DAMAGE for f in findings):
+            known = {(f.kind, f.file) for f in findings}
+            findings += [f for f in compare_files(save, kin[-1].path) if (f.kind, f.file) not in known]
+        return found, findings
 
     def _is_as_it_was(self, save: Save) -> bool:
         """Tell whether the files of a save are those that the last look saw."""
@@ -186,13 +202,6 @@ class Watcher:
         look old."""
         self._doubted.add(save.fingerprint)
         return self._measure_rest(save)[1] < self.request.settle
-
-    def _add_files(self, save: Save, findings: Sequence[Finding]) -> list[Finding]:
-        """Return the findings of a bad save, and what a comparison with the files of the one before shows."""
-        kin = [other for other in self.saves if other.age < save.age and family(other.name) == family(save.name)]
-        more = compare_files(save, kin[-1].path) if kin else ()
-        known = {(f.kind, f.file) for f in findings}
-        return [*findings, *(f for f in more if (f.kind, f.file) not in known)]
 
     @contextmanager
     def _measure_costs(self) -> Iterator[dict[str, float]]:
