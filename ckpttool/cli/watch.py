@@ -14,6 +14,7 @@ import typer
 
 from ..errors import Interrupted
 from ..options import OpenOptions
+from ..printable import printable
 from ..watching.request import WatchRequest
 from .help import about
 from .shared_options import add_shared_options
@@ -63,7 +64,7 @@ def watch(
             say(json.dumps(event))
         else:
             for line in describe_event(event):
-                say(line)
+                say(printable(line))
         sys.stdout.flush()
 
     with open_journal(folder, run) as journal:

@@ -5,7 +5,6 @@ Each look compares the folder with the journal, so that a watcher that was kille
 
 from __future__ import annotations
 
-import gc
 import os
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -94,7 +93,6 @@ class Watcher:
         self._run_commands()
         for save in self._choose():
             self._judge(save)
-            gc.collect()
         self._recheck_newest()
 
     def _choose(self) -> list[Save]:
@@ -170,8 +168,8 @@ class Watcher:
         self._run_commands()
 
     def _examine(self, save: Save, earlier: Sequence[Portrait]) -> tuple[Examination | None, list[Finding]]:
-        """Read a save; return what was found, None where it is too damaged for that, and all findings. Those of a bad one
-        include what a comparison with the files of the one before shows.
+        """Read a save; return what was found, None where it is too damaged for that, and all findings. Those of a bad
+        one include what a comparison with the files of the one before shows.
 
         Raises:
             SourceChanged: it is written to, or goes, meanwhile.

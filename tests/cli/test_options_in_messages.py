@@ -165,6 +165,7 @@ LACKS: dict[str, dict[str, str]] = {
     "compare": dict.fromkeys(("--only", "--allow-equal-ranks", "--allow-mixed-steps"), "to look at the weights is what it is for"),
     "verify": {"--weights": "it checks what is there"},
     "doctor": dict.fromkeys(("--only", "--weights", "--allow-equal-ranks", "--allow-mixed-steps"), "it looks at all, and refuses nothing"),
+    "watch": dict.fromkeys(("--only", "--weights", "--tag"), "it looks at whole saves, each by itself"),
     "push": {"--only": "the Hub gets the model; --include-optimizer pushes the rest"},
     "pull": {"--weights": "a repository has the weights that were pushed"},
     "resume-verify": dict.fromkeys(("--only", "--weights"), "a job needs its whole state"),
@@ -176,7 +177,7 @@ LACKS: dict[str, dict[str, str]] = {
 }  # fmt: skip
 READERS = (
     "convert", "inspect", "verify", "diff", "compare", "digest", "doctor", "push", "pull", "resume-verify", "adapter extract", "adapter merge", "average", "audit export",
-    "audit restore", "show", "stats",
+    "audit restore", "show", "stats", "watch",
 )  # fmt: skip
 
 _CHANGES = ("--canonical-keys", "--strip-wrappers", "--vocab-size", "--regroup", "--dequantize", "--quantize", "--map")

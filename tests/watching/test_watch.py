@@ -8,6 +8,8 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -23,6 +25,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from commands import ckpttool_here
+from pages import program
 
 from ckpttool.errors import Corrupt, Locked, UsageError
 from ckpttool.watching import journal as journal_module
@@ -511,3 +514,71 @@ def test_few_records_are_kept(job: Job) -> None:
         job.save()
     look(job.run)
     assert len(list((Path(f"{job.run}.ckpttool-watch") / "records").iterdir())) == journal_module._KEPT
+
+
+# --------------------------------------------------------------------------------------------------------- the page
+
+PAGE = Path(__file__).parents[2] / "docs" / "how-to" / "watch.md"
+ALERTS = Path(watch_module.__file__).with_name("alerts.yml")
+
+
+def test_every_command_of_the_page_runs_and_prints_what_it_shows(
+    job: Job, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "archive").mkdir()
+    (tmp_path / "runs").mkdir()
+    job.run = tmp_path / "runs" / "llama"
+    for step in (100, 200, 300):
+        path = job.save(f"step-{step}")
+    change_in_dcp(put_nan, "optim.state.up.weight.exp_avg")(path, path)
+    for path in job.run.rglob("*"):
+        os.utime(path, (time.time() - 60,) * 2)
+    now = time.time() + 60  # the times of inodes cannot be set
+    monkeypatch.setattr(watch_module.time, "time", lambda: now)
+    monkeypatch.setattr(watch_module.Watcher, "_doubt", lambda *_: False)
+    monkeypatch.chdir(tmp_path)
+    text = PAGE.read_text()
+    lines = [
+        line
+        for block in re.findall(r"^```sh\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
+        for line in block.splitlines()
+    ]
+    printed = [ckpttool_here(*shlex.split(line)[1:]) for line in lines]
+    assert [done.returncode for done in printed] == [4, 0, 4, 4, 4], [done.stderr for done in printed]
+
+    def plain(said: str) -> list[str]:
+        return re.sub(r"blake3:\w+(\.\.\.)?|[\d.]+ s\b", "#", said).splitlines()
+
+    (shown,) = re.findall(r"^```text\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
+    for line, said in zip(plain(shown), plain(printed[0].stdout), strict=True):
+        assert said == line or (line.endswith("...") and said.startswith(line[:-3])), (line, said)
+    assert sorted(p.name for p in (tmp_path / "archive").iterdir() if p.suffix == ".zst") == [
+        "step-100.tar.zst",
+        "step-200.tar.zst",
+    ]
+
+
+def test_the_page_and_the_alerts_are_about_what_there_is() -> None:
+    from ckpttool.engine.doctor.findings import KINDS as OF_DOCTOR
+    from ckpttool.watching.health import KINDS
+    from ckpttool.watching.metrics import METRICS
+
+    page, rules = PAGE.read_text(), ALERTS.read_text()
+    assert {*KINDS} <= {*re.findall(r"`([a-z-]+)`", page)}
+    rows = re.findall(r"^\| [^|]*\| [^|]*\| ((?:`[a-z-]+`(?:, )?)+) \|$", page, re.MULTILINE)
+    assert {kind for row in rows for kind in re.findall(r"`([a-z-]+)`", row)} <= {*KINDS, *OF_DOCTOR}
+    assert set(re.findall(r"^\| `ckpttool_watch_(\w+)`", page, re.MULTILINE)) == METRICS.keys()
+    assert set(re.findall(r"ckpttool_watch_(\w+)", rules)) <= METRICS.keys()
+    alerts = dict(re.findall(r"- alert: (\w+)\n.*?severity: (\w+)", rules, re.DOTALL))
+    assert dict(re.findall(r"^\| `(Checkpoint\w+)` \| (\w+) \|", page, re.MULTILINE)) == alerts and len(alerts) == 5
+
+
+@pytest.mark.slow
+def test_promtool_accepts_the_alerts_and_they_fire() -> None:
+    tests = Path(__file__).with_name("alerts_test.yml")
+    for what in (["check", "rules", "--lint-fatal", ALERTS], ["test", "rules", tests]):
+        done = subprocess.run([program("promtool"), *what], capture_output=True, text=True)
+        assert done.returncode == 0, done.stdout + done.stderr
+    for alert in re.findall(r"- alert: (\w+)", ALERTS.read_text()):
+        asked = re.findall(rf'alertname="{alert}",alertstate="firing"}}\n.*\n\s+exp_samples:(.*)', tests.read_text())
+        assert "" in asked and " []" in asked, alert  # it fires, and it does not
