@@ -375,7 +375,7 @@ OWN_JSON = {
     "audit.ledger", "audit.parallel_reading", "converters.dcp.dcp_metadata", "hub.journal", "hub.screening", "huggingface.hub_names", "huggingface.model_names",
     "engine.workers.part_requests", "engine.workers.part_worker", "formats.values", "resume.ranks.interpreter", "resume.ranks.launch", "resume.request", "resume.trace.live_facts", "resume.trace.model",
     "resume.job.watchdog",
-    "storage.partial", "storage.shared_tree",
+    "storage.partial", "storage.shared_tree", "watching.journal",
 }  # fmt: skip
 
 

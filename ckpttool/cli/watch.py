@@ -33,7 +33,7 @@ __all__ = ["watch"]
     ("Once, in cron or CI", "ckpttool watch runs/llama --once --json"),
     ("Archive every 1,000th step that is proved", "ckpttool watch runs/llama --every 1000 --then "
      "'ckpttool audit export {path} /archive/{name}.tar.zst'"),
-    exits=(0, 2, 3, 4, 5, 6, 8, 14, 130),
+    exits=(0, 1, 2, 3, 4, 5, 6, 8, 14, 130),
     meaning={0: "ended by a signal; with --once: no save that is there is bad",
              3: "with --once: a save could not be judged", 4: "with --once: a save is damaged or sick",
              5: "with --once: a save is not what was recorded of it",

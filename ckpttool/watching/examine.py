@@ -27,7 +27,7 @@ from ..options import Search
 from .gentle import Pace
 from .health import Portrait, compare_with_earlier, list_trained, make_portrait
 from .norms import Norms
-from .saves import Save, family, list_files
+from .saves import WatchedSave, family, list_files
 
 __all__ = ["Examination", "compare_files", "describe_damage", "examine"]
 
@@ -46,7 +46,9 @@ class Examination:
     recorded: str | None
 
 
-def examine(save: Save, options: OpenOptions, pace: Pace, earlier: Sequence[Portrait], norm_jump: float) -> Examination:
+def examine(
+    save: WatchedSave, options: OpenOptions, pace: Pace, earlier: Sequence[Portrait], norm_jump: float
+) -> Examination:
     """Read a save: every byte once, and masters and their weights a second time.
 
     Args:
@@ -105,7 +107,7 @@ def _excuse_buffers(finding: Finding, ckpt: Checkpoint, norms: Norms) -> Finding
     return finding
 
 
-def describe_damage(save: Save, options: OpenOptions, error: CkpttoolError, pace: Pace) -> list[Finding]:
+def describe_damage(save: WatchedSave, options: OpenOptions, error: CkpttoolError, pace: Pace) -> list[Finding]:
     """Find out what is wrong with a save that cannot be read, with the file or the tensors of each finding.
 
     Args:
@@ -129,7 +131,7 @@ def describe_damage(save: Save, options: OpenOptions, error: CkpttoolError, pace
     return out
 
 
-def _add_file(finding: Finding, save: Save) -> Finding:
+def _add_file(finding: Finding, save: WatchedSave) -> Finding:
     """Return a finding with the file of the save that its text names."""
     if finding.file is not None or not os.path.isdir(save.path):
         return finding
@@ -138,7 +140,7 @@ def _add_file(finding: Finding, save: Save) -> Finding:
     return replace(finding, file=max(files, key=len)) if files else finding
 
 
-def compare_files(save: Save, before: str) -> Iterator[Finding]:
+def compare_files(save: WatchedSave, before: str) -> Iterator[Finding]:
     """Compare the files of a save that is bad with those of the save before it, at the path `before`, and yield a
     finding for each file that is not there any more, and for each that is, byte for byte, the one of the save before,
     although it is of the optimizer or the scheduler, or others of its series of ranks or shards are not."""

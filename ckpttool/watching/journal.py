@@ -19,13 +19,13 @@ from typing import Any
 
 from blake3 import blake3
 
-from ..errors import CkpttoolError, Corrupt, UsageError, kind_of_failure
+from ..errors import CkpttoolError, Corrupt, UsageError, argument, kind_of_failure
 from ..storage.local_file import sync_folder
 from ..storage.lock import take_lock, unlock
 from ..storage.partial import LeftoverFiles
-from .saves import Save, family
+from .saves import WatchedSave, family
 
-__all__ = ["LINK", "Event", "Journal", "open_journal"]
+__all__ = ["LINK", "Event", "WatchJournal", "open_journal"]
 
 Event = dict[str, Any]
 
@@ -37,7 +37,7 @@ _ABOUT_SAVE = ("verified", "failed", "unfinished", "unjudged", "skipped", "chang
 
 
 @contextmanager
-def open_journal(folder: str, run: str) -> Iterator[Journal]:
+def open_journal(folder: str, run: str) -> Iterator[WatchJournal]:
     """While the block runs, hold the folder of a watcher, which is made where it is missing.
 
     Args:
@@ -53,10 +53,10 @@ def open_journal(folder: str, run: str) -> Iterator[Journal]:
         lock = take_lock(leftovers)
     except OSError as e:
         raise kind_of_failure(e)(
-            f"{folder} cannot be written: {e.strerror}. Give a folder of yours with --state of `ckpttool watch`."
+            f"{folder} cannot be written: {e.strerror}. Give a folder of yours: {argument('state')}."
         ) from e
     try:
-        journal = Journal(folder)
+        journal = WatchJournal(folder)
         try:
             journal.begin(os.path.realpath(run))
             yield journal
@@ -66,7 +66,7 @@ def open_journal(folder: str, run: str) -> Iterator[Journal]:
         unlock(leftovers, lock)
 
 
-class Journal:
+class WatchJournal:
     """The events of a run, and what they say of its saves.
 
     `last` {save: the last event about it}; `proved` {save: the last event that proved it}, also of one that is gone;
@@ -160,7 +160,7 @@ class Journal:
         elif kind == "command":
             self._commands.add((event["name"], event["fingerprint"], event["for"]))
 
-    def knows(self, save: Save) -> Event | None:
+    def knows(self, save: WatchedSave) -> Event | None:
         """Return the last event about a save as its files are now; None where there is none."""
         event = self.last.get(save.name)
         return event if event is not None and event.get("fingerprint") == save.fingerprint else None
@@ -193,7 +193,7 @@ class Journal:
         except OSError as e:
             raise kind_of_failure(e)(f"{path} cannot be written: {e.strerror}.") from e
 
-    def list_earlier(self, save: Save) -> list[dict[str, Any]]:
+    def list_earlier(self, save: WatchedSave) -> list[dict[str, Any]]:
         """Return the records of proved saves before this one, from the nearest back: of saves whose names differ from
         its in numbers alone."""
         same = [

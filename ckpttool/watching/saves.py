@@ -15,14 +15,14 @@ from ..engine.discover.detection import find_step
 from ..engine.runs import RunStep, list_run
 from ..errors import NotRecognised
 
-__all__ = ["Save", "family", "list_files", "list_saves", "take_fingerprint"]
+__all__ = ["WatchedSave", "family", "list_files", "list_saves", "take_fingerprint"]
 
 _UNKNOWN = "no layout knows it: it is being written, or damaged"
 _WRITTEN_LAST = re.compile(rf"written last|writes last|unfinished save|did not finish|{_UNKNOWN}")
 
 
 @dataclass(frozen=True)
-class Save:
+class WatchedSave:
     """A save in the folder of a run.
 
     `fingerprint` changes when a file of it is written, replaced, added or removed; `changed` is the newest time of
@@ -60,7 +60,7 @@ class Save:
         return self.found.being_written if self.found.complete else bool(_WRITTEN_LAST.search(self.found.lacks))
 
 
-def list_saves(run: str, state: str) -> list[Save]:
+def list_saves(run: str, state: str) -> list[WatchedSave]:
     """List the saves in the folder of a run, from the oldest to the newest; the folder itself where it is one save that
     is overwritten. [] where there is no such folder, or no save in it.
 
@@ -77,7 +77,7 @@ def list_saves(run: str, state: str) -> list[Save]:
     out = []
     for c in [*found, *_find_unknown(run, found)]:
         if not (os.path.realpath(c.path) + "/").startswith(inside) and (seen := take_fingerprint(c.path)) is not None:
-            out.append(Save(c, *seen))
+            out.append(WatchedSave(c, *seen))
     return sorted(out, key=lambda save: save.age)
 
 

@@ -18,9 +18,9 @@ from .commands import run_command, split_command
 from .examine import Examination, compare_files, describe_damage, examine
 from .gentle import Pace
 from .health import Portrait
-from .journal import Event, Journal
+from .journal import Event, WatchJournal
 from .request import WatchRequest
-from .saves import Save, family, list_saves, take_fingerprint
+from .saves import WatchedSave, family, list_saves, take_fingerprint
 
 __all__ = ["Watcher"]
 
@@ -39,14 +39,14 @@ class Watcher:
     `costs` is what reading has cost since the start: bytes of tensors, seconds of CPU time.
     """
 
-    def __init__(self, run: str, request: WatchRequest, journal: Journal, tell: Callable[[Event], None]) -> None:
+    def __init__(self, run: str, request: WatchRequest, journal: WatchJournal, tell: Callable[[Event], None]) -> None:
         self.run, self.request, self.journal, self._tell = os.path.abspath(run), request, journal, tell
         self.pace = Pace(request.max_rate)
-        self.saves: list[Save] = []
-        self.waiting: list[Save] = []
+        self.saves: list[WatchedSave] = []
+        self.waiting: list[WatchedSave] = []
         self.looked = self._rechecked = time.time()
         self.costs = {"read_bytes": 0.0, "cpu_seconds": 0.0}
-        self._seen: dict[str, tuple[Save, float]] = {}  # {name: (the save, when it was first seen as it is)}
+        self._seen: dict[str, tuple[WatchedSave, float]] = {}  # {name: (the save, when it was first seen as it is)}
         self._doubted: set[str] = set()  # fingerprints of saves that were read once and look bad
         self._accepted = request.accept  # until it was read
         self._commands = {
@@ -95,7 +95,7 @@ class Watcher:
             self._judge(save)
         self._recheck_newest()
 
-    def _choose(self) -> list[Save]:
+    def _choose(self) -> list[WatchedSave]:
         """Return the saves that are to be read now, the oldest first; note those that never end, and those that are
         passed over."""
         ready = []
@@ -117,7 +117,7 @@ class Watcher:
             self.waiting.remove(save)
         return ready[-most:]
 
-    def _measure_rest(self, save: Save) -> tuple[float, float]:
+    def _measure_rest(self, save: WatchedSave) -> tuple[float, float]:
         """Return for how many seconds the files of a save have not changed: by their times, or by what was seen; and by
         what was seen alone, since the clock of a file server may be another."""
         now = time.time()
@@ -129,7 +129,7 @@ class Watcher:
 
     # ---------------------------------------------------------------------------------------------------- one save
 
-    def _judge(self, save: Save) -> None:
+    def _judge(self, save: WatchedSave) -> None:
         """Read a save, and say what was found; nothing, where it changes or goes meanwhile."""
         earlier = [Portrait.from_json(r["portrait"]) for r in self.journal.list_earlier(save)]
         with self._measure_costs() as costs:
@@ -167,7 +167,7 @@ class Watcher:
         self._point()
         self._run_commands()
 
-    def _examine(self, save: Save, earlier: Sequence[Portrait]) -> tuple[Examination | None, list[Finding]]:
+    def _examine(self, save: WatchedSave, earlier: Sequence[Portrait]) -> tuple[Examination | None, list[Finding]]:
         """Read a save; return what was found, None where it is too damaged for that, and all findings. Those of a bad
         one include what a comparison with the files of the one before shows.
 
@@ -191,11 +191,11 @@ class Watcher:
             findings += [f for f in compare_files(save, kin[-1].path) if (f.kind, f.file) not in known]
         return found, findings
 
-    def _is_as_it_was(self, save: Save) -> bool:
+    def _is_as_it_was(self, save: WatchedSave) -> bool:
         """Tell whether the files of a save are those that the last look saw."""
         return take_fingerprint(save.path) == (save.fingerprint, save.changed)
 
-    def _doubt(self, save: Save) -> bool:
+    def _doubt(self, save: WatchedSave) -> bool:
         """Tell whether a save that looks bad has to rest longer, before it is read again and judged: its files may only
         look old."""
         self._doubted.add(save.fingerprint)
@@ -265,7 +265,7 @@ class Watcher:
             if event and event["event"] in ("verified", "failed", "unjudged") and self.journal.knows(save) is None:
                 self._say({**_about(save), "event": "changed", "fingerprint": None, "was": event["event"]})
 
-    def _note_unfinished(self, save: Save, rested: float) -> None:
+    def _note_unfinished(self, save: WatchedSave, rested: float) -> None:
         """Report a save that lacks what is written last, if nothing was written to it for long, or a newer one of its
         kind is finished."""
         newer = any(
@@ -282,7 +282,7 @@ class Watcher:
 
     # ---------------------------------------------------------------------------------------------------- what is good
 
-    def newest_proved(self) -> Save | None:
+    def newest_proved(self) -> WatchedSave | None:
         """Return the newest save that is there as it was proved, and that a job can resume from; None where there is
         none."""
         proved = [
@@ -319,7 +319,7 @@ class Watcher:
             self._say({**_about(save), "event": "command", "for": event["event"], **done})
 
 
-def _about(save: Save) -> Event:
+def _about(save: WatchedSave) -> Event:
     """Return what every event says of its save."""
     return {
         "name": save.name,
