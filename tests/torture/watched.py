@@ -29,7 +29,7 @@ JOBS = Path(__file__).with_name("watched_jobs.py")
 SAVES = {"fsdp2": 34, "zero3": 33, "trainer": 33}
 RANKS = {"fsdp2": 3, "zero3": 3, "trainer": 1}
 FOLDER = {"fsdp2": "step-{}", "zero3": "global_step{}", "trainer": "checkpoint-{}"}
-PAUSE = 6.0
+PAUSE = float(os.environ.get("PAUSE", "6"))  # seconds between saves; a busy machine needs more
 #: How long files must rest before they are read; the fault is done within it.
 SETTLE = 1.0
 
