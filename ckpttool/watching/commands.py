@@ -26,9 +26,9 @@ def split_command(option: str, command: str | None) -> list[str] | None:
     try:
         words = shlex.split(command)
     except ValueError as e:
-        raise UsageError(f"{argument(option, command)} is not a command: {e}.") from None
+        raise UsageError(f"{argument(option, command)} is not a command: {e}.", code="CKPT0203") from None
     if not words:
-        raise UsageError(f"{argument(option, command)} is not a command.")
+        raise UsageError(f"{argument(option, command)} is not a command.", code="CKPT0203")
     return words
 
 

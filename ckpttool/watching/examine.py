@@ -64,7 +64,7 @@ def examine(
         pace.start(opened.source)
         ckpt = opened.locate()
         if damaged := [r for r in ckpt.unread if r.damaged]:
-            raise Corrupt(f"{save.path}: {damaged[0].name} {damaged[0].what}")
+            raise Corrupt(f"{save.path}: {damaged[0].name} {damaged[0].what}", code="CKPT0405")
         norms = Norms(ckpt)
         at = Examined(opened, Request(save.path, True, progress=pace), also=norms.add)
         run_checks(at)

@@ -126,7 +126,8 @@ class WatchJournal:
         elif self._run != run:
             raise UsageError(
                 f"{self.folder} is of the run {self._run}, and {run} was given. Give another folder, or move this one "
-                "away."
+                "away.",
+                code="CKPT0211",
             )
 
     def append(self, event: Event) -> Event:

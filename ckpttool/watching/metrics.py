@@ -114,7 +114,8 @@ class MetricsServer:
         except (OSError, OverflowError) as e:
             raise UsageError(
                 f"{argument('job_metrics', port)}: {address}:{port} cannot be listened at: "
-                f"{getattr(e, 'strerror', e)}. Give another port."
+                f"{getattr(e, 'strerror', e)}. Give another port.",
+                code="CKPT0203",
             ) from e
         self._server.daemon_threads = True
         self.port = self._server.server_address[1]

@@ -78,7 +78,7 @@ class WatchRequest:
 
     def __post_init__(self) -> None:
         if self.every is not None and self.then is None:
-            raise UsageError(f"{argument('every', self.every)} goes with {argument('then')}.")
+            raise UsageError(f"{argument('every', self.every)} goes with {argument('then')}.", code="CKPT0204")
 
     def folder_of(self, run: str) -> str:
         """Return the folder of the journal for a run.
@@ -89,12 +89,16 @@ class WatchRequest:
         if urls.is_url(run):
             raise UsageError(
                 f"{urls.display_path(run)}: watch reads a folder on this machine. `ckpttool verify URL --read-data` "
-                "proves one save of a store."
+                "proves one save of a store.",
+                code="CKPT0214",
             )
         real = os.path.realpath(run)
         if os.path.isfile(real):
-            raise UsageError(f"{run} is a file. Give the folder that the trainer saves it in.")
+            raise UsageError(f"{run} is a file. Give the folder that the trainer saves it in.", code="CKPT0203")
         folder = os.path.realpath(self.state) if self.state is not None else f"{real}.ckpttool-watch"
         if real == folder or real.startswith(folder.rstrip("/") + "/"):
-            raise UsageError(f"{argument('state', self.state)} is the run's own folder, or holds it. Give another one.")
+            raise UsageError(
+                f"{argument('state', self.state)} is the run's own folder, or holds it. Give another one.",
+                code="CKPT0211",
+            )
         return folder

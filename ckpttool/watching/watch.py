@@ -49,6 +49,7 @@ class Watcher:
         self._seen: dict[str, tuple[WatchedSave, float]] = {}  # {name: (the save, when it was first seen as it is)}
         self._doubted: set[str] = set()  # fingerprints of saves that were read once and look bad
         self._accepted = request.accept  # until it was read
+        self._trouble = ""  # why the last look failed
         self._commands = {
             "verified": split_command("then", request.then),
             "failed": split_command("on_failure", request.on_failure),
@@ -79,13 +80,16 @@ class Watcher:
         self.looked = time.time()
         try:
             if self.request.once and not os.path.isdir(self.run):
-                raise NotRecognised(f"{self.run}: no such folder.")
+                raise NotRecognised(f"{self.run}: no such folder.", code="CKPT0302")
             self.saves = list_saves(self.run, self.journal.folder)
         except (CkpttoolError, OSError) as e:
             if self.request.once:
                 raise
-            self._tell({"event": "trouble", "why": str(e)})  # of a file system that may come back
+            if str(e) != self._trouble:  # of a file system that may come back
+                self._tell({"event": "trouble", "why": str(e)})
+            self._trouble = str(e)
             return
+        self._trouble = ""
         if os.path.isdir(self.run):  # else nothing is mounted there
             self._note_deleted()
         self._note_changed()
@@ -178,7 +182,7 @@ class Watcher:
         found, findings = None, []
         try:
             if not save.found.complete:
-                raise Corrupt(f"{save.path} is not complete: {save.found.lacks}.")
+                raise Corrupt(f"{save.path} is not complete: {save.found.lacks}.", code="CKPT0401")
             found = examine(save, self.request.reading, self.pace, earlier, self.request.norm_jump)
             findings = found.findings
         except (Corrupt, Differs, Unsafe) as e:
@@ -231,7 +235,8 @@ class Watcher:
                 if digest != event["digest"]:
                     raise Differs(
                         f"{save.path}: its digest is blake3:{digest['all']}, and was blake3:{event['digest']['all']} "
-                        "when it was proved, although no file was written to since. The disk, or memory, is failing."
+                        "when it was proved, although no file was written to since. The disk, or memory, is failing.",
+                        code="CKPT0501",
                     )
             except SourceChanged:
                 return
