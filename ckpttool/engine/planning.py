@@ -41,9 +41,9 @@ from ..index.names import CANONICAL_KEYS_NOTE, KEEPS_NUMBERS, refuse_surrogates
 from ..index.optimizers import describe_lost_slots, find_per_rank_slots
 from ..index.param_groups import names_by_group, regroup
 from ..index.paths import is_optimizer_state
-from ..index.schedulers import complete_scheduler_state
+from ..index.schedulers import complete_scheduler_state, describe_deepspeed_scheduler
 from ..index.vocabulary import vocabulary_of
-from ..options import HUB_LAYOUT, OpenOptions, PlanKeywords, WriteRequest, list_keywords, split_keywords
+from ..options import ARCHIVE_LAYOUT, HUB_LAYOUT, OpenOptions, PlanKeywords, WriteRequest, list_keywords, split_keywords
 from ..printable import Shown, count_noun
 from ..storage.source import Source
 from . import mixups
@@ -330,6 +330,8 @@ def _ask_for_draft(
     digests = {n: value_digest(v) for n, v in ckpt.values.items()}
     draft = target.write(replace(ckpt, tensors=dict(ckpt.tensors), values=dict(ckpt.values)), source, options)
     account.add_draft(ckpt, digests, draft)
+    if target.name != ARCHIVE_LAYOUT and (target.saves is None or target.of_trainer):  # else the engine is DeepSpeed
+        draft.notes += describe_deepspeed_scheduler(draft.checkpoint)
     theirs = target.own_keys and any(p[0] in ("model", "optim") for p in ckpt.origin)
     if theirs and CANONICAL_KEYS_NOTE not in draft.notes:
         draft.notes.append(

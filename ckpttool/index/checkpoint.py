@@ -462,6 +462,8 @@ class Checkpoint:
     #: {name of a weight: what the model computes with}, where `tensors` has the fp32 master as the weight; nothing
     #: carries it
     rounded: dict[str, TensorEntry] = field(default_factory=dict)
+    #: the parameters as the optimizer of the source numbers them, where that is known though `origin` does not say so
+    numbered: tuple[str, ...] = ()
     #: {path below extra.args: data}: the arguments of the job, where they were left out of `values` with their
     #: component
     left_arguments: dict[Path, Any] = field(default_factory=dict)

@@ -12,14 +12,14 @@ that was saved. So a job refuses groups of other lengths, and takes those in ano
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 from ..printable import count_noun, list_first
 from .checkpoint import Checkpoint, Path, TensorEntry, Value, joined
 
-__all__ = ["Groups", "describe_group_differences", "names_by_group", "regroup"]
+__all__ = ["Groups", "describe_group_differences", "list_numbered", "names_by_group", "regroup"]
 
 Groups = tuple[tuple[str, ...], ...]
 #: Lists of schedulers with one entry for each param group.
@@ -27,6 +27,13 @@ _PER_GROUP = ("base_lrs", "_last_lr", "lr_lambdas", "min_lrs", "max_lrs", "initi
 #: How a path of `Checkpoint.origin` begins that says what the optimizer calls a parameter.
 _NAMED_PARAMETER = ("optim", "params")
 _NAMED = 4  # names that a sentence gives
+
+
+def list_numbered(origin: Mapping[Path, Path]) -> tuple[str, ...]:
+    """List the FQNs of the parameters that an optimizer numbers, by number, where `Checkpoint.origin` has their
+    numbers."""
+    numbers = {str(q[2]): p[0] for q, p in origin.items() if q[:2] == _NAMED_PARAMETER and type(p[0]) is int}
+    return tuple(sorted(numbers, key=lambda name: numbers[name]))
 
 
 def names_by_group(ckpt: Checkpoint) -> Groups | None:

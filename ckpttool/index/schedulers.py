@@ -8,7 +8,23 @@ from .checkpoint import Checkpoint, Path, Value, joined
 from .paths import is_param_group
 from .trainer_trees import schedules_by_epoch
 
-__all__ = ["complete_scheduler_state"]
+__all__ = ["complete_scheduler_state", "describe_deepspeed_scheduler"]
+
+
+def describe_deepspeed_scheduler(ckpt: Checkpoint) -> list[str]:
+    """Return a note for a job with torch's schedulers where the state is that of one of DeepSpeed's own
+    (deepspeed/runtime/lr_schedules.py), which save `last_batch_iteration` and nothing else; [] where it is not.
+
+    torch's `LRScheduler.load_state_dict` updates the attributes of the scheduler, so it ignores that key.
+    """
+    if {p[1:] for p in ckpt.leaves() if p[0] == "scheduler"} != {("last_batch_iteration",)}:
+        return []
+    last = ckpt.value("scheduler.last_batch_iteration")
+    return [
+        f"the scheduler's state is that of one of DeepSpeed's own, {{last_batch_iteration: {last}}}: torch's schedulers "
+        "find nothing of theirs in it, and most start over at step 0 without a word. Use the same class of "
+        "deepspeed.runtime.lr_schedules, which also takes torch's optimizers"
+    ]
 
 
 def complete_scheduler_state(ckpt: Checkpoint) -> Checkpoint:

@@ -254,8 +254,9 @@ def write_error(e: OSError, path: str, outcome: str = "The destination is untouc
         return NoSpace(
             f"{path}: {e.strerror}: {what}. {outcome} Fix that or write elsewhere, then run the same command again."
         )
-    if kind_of_failure(e) is NotPermitted:
-        folder = os.path.dirname(os.path.abspath(path))
+    folder = os.path.dirname(os.path.abspath(path))
+    # /proc and its like say that what they refuse to make does not exist
+    if kind_of_failure(e) is NotPermitted or (e.errno == errno.ENOENT and os.path.isdir(folder)):
         what = path if os.access(folder, os.W_OK | os.X_OK) else f"the folder {folder}"
         return NotPermitted(
             f"{what} is not writable: {e.strerror}. {outcome} Write elsewhere, or have its owner allow it.",

@@ -42,6 +42,7 @@ from ckpttool.index.composites import Composite, add_composite, shape_of
 from ckpttool.index.draft import Draft
 from ckpttool.index.names import COMPONENTS, KEEPS_NUMBERS, canonical, original_path
 from ckpttool.index.optimizer_names import possible_orders
+from ckpttool.index.param_groups import list_numbered
 from ckpttool.index.schedulers import complete_scheduler_state
 from ckpttool.layouts import Place, ReadOptions, WriteOptions
 from ckpttool.program import Program, Saves
@@ -227,7 +228,7 @@ def read(dialect: Dialect, where: Place, options: ReadOptions) -> Checkpoint:
     out.world_size = max(dialect.world_size(source) or 0, out.world_size or 0) or None
     out.notes += dialect.notes(source)
     if not dialect.own_keys:
-        out.origin = {}
+        out.numbered, out.origin = list_numbered(out.origin), {}
     return out
 
 

@@ -21,6 +21,7 @@ from ckpttool.huggingface import model_names
 from ckpttool.index.checkpoint import Checkpoint, Chunks, Number, Path, TensorEntry, Value, joined
 from ckpttool.index.composites import Composite, collapse_composites
 from ckpttool.index.draft import Draft, DraftFile, Written
+from ckpttool.index.param_groups import list_numbered
 from ckpttool.index.trees import nest
 from ckpttool.layouts import WriteOptions
 from ckpttool.storage.source import Source
@@ -113,8 +114,9 @@ def numbered_parameters(ckpt: Checkpoint, options: WriteOptions) -> dict[str, in
     """Return {FQN: its number} as `Optimizer.state_dict()` numbers the parameters of a job: by group, and in each in
     the order of the module.
 
-    The order is that of `options.config` or `options.like`. Without them it is that of the param groups, if that of the
-    model's weights is the same and neither is the alphabet's, in which files sort names.
+    The order is that of `options.config` or `options.like`, or that of the numbers in the source. Without them it is
+    that of the param groups, if that of the model's weights is the same and neither is the alphabet's, in which files
+    sort names.
 
     Raises:
         Unsupported: the order is not known, or the optimizer does not list its parameters.
@@ -132,7 +134,7 @@ def numbered_parameters(ckpt: Checkpoint, options: WriteOptions) -> dict[str, in
     elif options.config is not None:
         order = list(model_names.sort_by_module_order(dict.fromkeys(weights), model_names.load_config(options.config)))
     else:
-        order = [] if weights == sorted(weights) else weights
+        order = list(ckpt.numbered or list_numbered(ckpt.origin)) or ([] if weights == sorted(weights) else weights)
     place = {name: i for i, name in enumerate(order)}
     known = all(name in place for group in groups for name in group)
     in_order = [sorted(group, key=lambda name: place[name]) for group in groups] if known else []

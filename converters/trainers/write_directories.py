@@ -22,6 +22,7 @@ from ckpttool.layouts import WriteOptions
 from ckpttool.storage.source import Source
 
 from ..dcp.write_dcp import write as write_dcp
+from ..options import DirectoryOptions
 from .filenames import RNG_KEYS
 from .join import SmallFile, data_files, joined_drafts, left_over, state_drafts
 
@@ -161,6 +162,9 @@ def _draft_directory(
     rest, kept = left_over(ckpt, placed)
     parts.append(("", data_files(ckpt, [*rest, *small], options)))
     out = joined_drafts(name, ckpt, parts, options, world)
+    if options.of(DirectoryOptions).state_dict_type != "ddp":
+        ddp = argument("state_dict_type", "ddp", "DirectoryOptions")
+        notes = [f"for a job with FSDP; {ddp} writes it for one without", *notes]
     out.notes += [*notes, *kept]
     out.synthesized_values |= {joined(p): data for p, data in made.items()}
     return out

@@ -475,6 +475,35 @@ def test_a_directory_of_a_job_without_fsdp_has_the_numbers_that_the_trainer_wrot
     assert same_value(dict(sorted(weights.items())), load_file(folder("trainer_ddp") / "model.safetensors"))
 
 
+@pytest.mark.parametrize("by_way_of_a_file", [False, True])
+def test_a_directory_of_a_job_without_fsdp_keeps_the_numbers_of_its_source(
+    by_way_of_a_file: bool, tmp_path: Path
+) -> None:
+    """Names are sorted in model.safetensors, so that only the numbers tell the order of the modules."""
+    source: Path = folder("trainer_ddp")
+    said = json.loads((TRAINERS / "trainer_ddp" / "case.json").read_text())["model"]["config"]
+    shutil.copytree(source, tmp_path / "ckpt")
+    (tmp_path / "ckpt" / "config.json").write_text(json.dumps(said | {"model_type": "llama"}))
+    here = tmp_path / "ckpt"
+    if by_way_of_a_file:
+        names = load_file(here / "model.safetensors")
+        state = {"model": names, "optimizer": torch.load(here / "optimizer.pt", weights_only=True)}
+        here = tmp_path / "state.pt"
+        torch.save(state, here)
+    how = ckpttool.DirectoryOptions(state_dict_type="ddp")
+    hints: dict[str, Any] = {"config": str(tmp_path / "ckpt")} if by_way_of_a_file else {}
+    result = ckpttool.convert(here, tmp_path / "out", to="trainer", world_size=2, options=how, **hints)
+    assert not any("a job with FSDP" in n for n in result.notes)
+    found = torch.load(tmp_path / "out" / "optimizer.pt", weights_only=True)
+    assert [n for g in found["param_groups"] for n in g.pop("param_names")][0] == "model.embed_tokens.weight"
+    assert same_value(found, torch.load(source / "optimizer.pt", weights_only=True))
+
+
+def test_a_trainers_directory_is_said_to_be_for_fsdp(tmp_path: Path) -> None:
+    result = ckpttool.convert(FIXTURES / "fsdp2_w3" / "ckpt", tmp_path / "out", to="accelerate", world_size=2)
+    assert any("for a job with FSDP; DirectoryOptions(state_dict_type='ddp')" in n for n in result.notes)
+
+
 def test_numbers_are_refused_where_the_order_of_the_modules_is_not_known(tmp_path: Path) -> None:
     def save(name: str, names: list[str], groups: list[list[str]]) -> Path:
         state = {n: {"step": torch.tensor(3.0), "exp_avg": torch.full((2,), float(i))} for i, n in enumerate("bac")}

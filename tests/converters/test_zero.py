@@ -834,6 +834,24 @@ def test_a_scheduler_that_deepspeed_s_own_do_not_load_is_said_with_what_to_do(to
     assert not any("last_batch_iteration" in n for n in without.notes)
 
 
+@pytest.mark.parametrize("to", ["dcp", "full", "accelerate"])
+def test_a_scheduler_of_deepspeed_that_torch_s_do_not_load_is_said_with_what_to_do(to: str, tmp_path: Path) -> None:
+    world = {} if to == "full" else {"world_size": 3}
+    done = ckpttool.convert(FIXTURES / "zero3_w4" / "ckpt", tmp_path / "out", to=to, **world)
+    assert len([n for n in done.notes if "{last_batch_iteration: 2}" in n and "deepspeed.runtime.lr_schedules" in n]) == 1
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(2))], lr=0.1)
+    cosine = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 10)
+    cosine.load_state_dict({"last_batch_iteration": 2})
+    assert cosine.last_epoch == 0  # without a word
+    schedules = pytest.importorskip("deepspeed.runtime.lr_schedules", exc_type=ImportError)
+    same = schedules.WarmupLR(optimizer)
+    same.load_state_dict({"last_batch_iteration": 2})
+    assert same.last_batch_iteration == 2
+    for quiet, name in (("audit", "out.tar.zst"), ("hf", "hf")):
+        done = ckpttool.convert(FIXTURES / "zero3_w4" / "ckpt", tmp_path / name, to=quiet)
+        assert not any("last_batch_iteration" in n for n in done.notes)
+
+
 def test_a_scheduler_of_a_deepspeed_job_is_not_judged_again(tmp_path: Path) -> None:
     done = ckpttool.convert(FIXTURES / "zero3_w4" / "ckpt", tmp_path / "out", to="zero3", world_size=2)
     assert not any("last_batch_iteration" in n for n in done.notes)
