@@ -32,6 +32,7 @@ from ckpttool.formats.numpy_values import numpy_to_torch
 from ckpttool.formats.pickles import Global, Opaque, children
 from ckpttool.formats.subclasses import put_together
 from ckpttool.formats.torch_zip_writer import TorchFiles
+from ckpttool.formats.whole_modules import replace_modules
 from ckpttool.index.checkpoint import (
     ITEMSIZE,
     Checkpoint,
@@ -97,7 +98,8 @@ def read(where: Place, options: ReadOptions) -> Checkpoint:
         )
     what = f"{source.root}/{name}"
     read_at = source.reader_of(name)
-    tree = torch_zip.read(read_at, 0, source.size(name), what, later=True)
+    modules: list[str] = []
+    tree = replace_modules(torch_zip.read(read_at, 0, source.size(name), what, later=True), what, modules)
     if not isinstance(tree, dict):
         kind = f"an instance of {tree.cls}" if isinstance(tree, Opaque) else f"a {type(tree).__name__}"
         if isinstance(tree, stored_tensors.StoredTensor):
@@ -115,7 +117,7 @@ def read(where: Place, options: ReadOptions) -> Checkpoint:
         known_orders(options),
     )
     out = checkpoint_of(named, "full", source.root, None, [name], source)
-    out.records = records
+    out.records, out.notes = records, [*modules, *out.notes]
     try:
         out.recorded = _read_own_record(read_at, source.size(name), what, "ckpttool.json")
         out.recorded_values = _read_own_record(read_at, source.size(name), what, "ckpttool-values.json")

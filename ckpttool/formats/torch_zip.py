@@ -763,6 +763,8 @@ def _parse_legacy(
         """
         if isinstance(pid, tuple) and len(pid) == 6 and pid[5] is not None:
             raise Unsupported(f"{what}: a storage view of torch < 0.4.", code="CKPT0306")
+        if isinstance(pid, tuple) and pid[:1] == ("module",) and len(pid) == 4 and isinstance(pid[1], Global):
+            return pid[1]  # the class of a module that was pickled whole, followed by its source code
         dtype, key, numel = _parse_storage_id(pid[:5] if isinstance(pid, tuple) and len(pid) == 6 else None, what)
         if wanted.setdefault(key, (dtype, numel)) != (dtype, numel):
             raise _malformed(what, f"storage {key!r} is declared twice with different types")
