@@ -42,6 +42,7 @@ if TYPE_CHECKING:
     from .engine.run_pruning import PrunedRun, prune_run
     from .engine.runs import Run, list_run
     from .engine.stats import Statistics, stats
+    from .engine.transform.changing import Page
     from .engine.verification import DigestResult, VerifyResult, digest, verify
     from .errors import CkpttoolError
     from .hub.pull import Pulled, pull
@@ -70,6 +71,7 @@ _WHERE = {
     "Loaded": "live.load",
     "LogitComparison": "engine.logits.compare_logits",
     "OpenCheckpoint": "engine.opening",
+    "Page": "engine.transform.changing",
     "Plan": "engine.planning",
     "PrunedRun": "engine.run_pruning",
     "Pulled": "hub.pull",
@@ -125,6 +127,7 @@ __all__ = [
     "Loaded",
     "LogitComparison",
     "OpenCheckpoint",
+    "Page",
     "Plan",
     "PrunedRun",
     "Pulled",

@@ -24,6 +24,7 @@ from .errors import UsageError, argument
 from .printable import count_noun
 
 if TYPE_CHECKING:
+    from .engine.transform.changing import Page
     from .engine.workers.executors import WorkersSpec
 
 __all__ = [
@@ -361,6 +362,7 @@ class WriteRequest:
     )
     ignore_recorded_digests: bool = option(False, "Do not compare the source with its recorded digests.")
     expected: Mapping[str, str] | None = None  # {tensor: BLAKE3 in hex} that the source must have
+    change: Mapping[str, Callable[[Page], Any]] | None = None  # {glob: what computes the tensor's numbers}
 
     def __post_init__(self) -> None:
         for name in ("world_size", "vocab_size"):
@@ -476,6 +478,7 @@ class _Writing(_ToLayout, total=False):
     quantize: str | None
     map: str | os.PathLike[str] | None
     expected: Mapping[str, str] | None
+    change: Mapping[str, Callable[[Page], Any]] | None
 
 
 # Those of running.

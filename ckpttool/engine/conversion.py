@@ -142,6 +142,10 @@ def convert(src: CheckpointPath, dst: str | os.PathLike[str], **keywords: Unpack
         map: a name map: its file, or the name of one that comes with ckpttool ("torchtitan-llama3"), from one program's
             names and order of weights and optimizer to another's. Where None and `to` is "hf", the one of the trainer
             that wrote the source, if there is one; "none" for no map.
+        change: {glob of tensor names: function}: compute tensors. The function gets a `Page` of a tensor, some rows as
+            a rule, and returns an array of the same shape; floating-point numbers are rounded to the dtype of the
+            tensor. Each element is in one page, and a page may be computed again. Names are those that `open` shows,
+            or what `dequantize` makes of them.
         ignore_recorded_digests: do not compare the source with the digests in its ckpttool.json, or in itself.
         expected: {tensor: BLAKE3 in hex} that the source must have, instead of those in its ckpttool.json.
         max_memory_bytes: budget of all buffers of a process, in bytes; 150 MB where None, 220 MB where the source is in
@@ -191,11 +195,15 @@ def run_conversion(
                 target.check_replaceable(dst)
             budget = choose_io_budget(running.max_memory_bytes, running.threads, opened.source)
             # what decides the bytes: `drop` changes none, and by how much a merge does is in a file beside the adapter
-            merged = [opened.checkpoint.merged] if opened.checkpoint.merged else []
+            merged: list[object] = [opened.checkpoint.merged] if opened.checkpoint.merged else []
+            merged += [os.urandom(32)] if writing.change else []
             asked = plan_id(opened.source, draft, target, reading, replace(writing, drop=False), *merged)
             destination = open_destination(dst, target.is_file, draft, asked, running.force)
+            if writing.change:
+                destination.resumable = False  # nobody knows whether the next run has the same functions
             with _fail_destination_on_error(destination):
-                job = describe_job(src, dst, reading, writing, asked) if opened.source.has_versions() else None
+                alone = writing.change or not opened.source.has_versions()
+                job = None if alone else describe_job(src, dst, reading, writing, asked)
                 filled = _fill_destination(planned, job, destination, writing, running, budget, reading.config, proof)
                 filled = _commit_destination(planned, filled, dst, destination, running, budget, reading.config, proof)
             return _make_result(planned, filled, where, running, [*put_back, *destination.messages])

@@ -56,6 +56,7 @@ from .fill_from import fill_from_other
 from .map_choice import apply_name_map, read_map_text
 from .merging import open_merged
 from .opening import CheckpointPath, MergedCheckpoint, OpenCheckpoint, model_of, open_checkpoint, refuse_unused
+from .transform.changing import change_tensors
 from .transform.dequantizing import dequantize
 from .transform.quantizing import quantize, refuse_scheme
 from .transform.vocabulary_size import resize_vocabulary
@@ -437,6 +438,13 @@ def _change_state(
         account.add_step("dequantised", ckpt, plain, computed=True)
         account.dropped += lost
         ckpt, source = plain, computed
+    if writing.change:
+        beside = source if opened.folder else None
+        changed, computed = change_tensors(ckpt, source, beside, writing.change)
+        inside = {n: t for n, t in ckpt.tensors.items() if n in ckpt.recorded and n not in changed.recorded}
+        inputs = (*inputs, replace(opened, checkpoint=replace(ckpt, tensors=inside), source=source))
+        account.add_step("changed by the caller", ckpt, changed, computed=True)
+        ckpt, source = changed, computed
     # its keys, then its names
     if writing.canonical_keys:
         plain_keys = replace(ckpt, origin={})

@@ -21,8 +21,8 @@ def describe_deepspeed_scheduler(ckpt: Checkpoint) -> list[str]:
         return []
     last = ckpt.value("scheduler.last_batch_iteration")
     return [
-        f"the scheduler's state is that of one of DeepSpeed's own, {{last_batch_iteration: {last}}}: torch's schedulers "
-        "find nothing of theirs in it, and most start over at step 0 without a word. Use the same class of "
+        f"the scheduler's state is that of one of DeepSpeed's own, {{last_batch_iteration: {last}}}: torch's "
+        "schedulers find nothing of theirs in it, and most start over at step 0 without a word. Use the same class of "
         "deepspeed.runtime.lr_schedules, which also takes torch's optimizers"
     ]
 

@@ -155,8 +155,10 @@ class Destination(Protocol):
             self.interrupt()
             return Interrupted(f"interrupted. {self.resume_hint}")
         # an error that says nothing against what was written leaves it to the next run
-        if not isinstance(e, CkpttoolError) or e.keeps_work or self.in_place:
+        if self.in_place:
             self.release()
+        elif not isinstance(e, CkpttoolError) or e.keeps_work:
+            self.interrupt()
         else:
             self.abandon()
         if isinstance(e, CkpttoolError):

@@ -495,7 +495,8 @@ def test_a_directory_of_a_job_without_fsdp_keeps_the_numbers_of_its_source(
     result = ckpttool.convert(here, tmp_path / "out", to="trainer", world_size=2, options=how, **hints)
     assert not any("a job with FSDP" in n for n in result.notes)
     found = torch.load(tmp_path / "out" / "optimizer.pt", weights_only=True)
-    assert [n for g in found["param_groups"] for n in g.pop("param_names")][0] == "model.embed_tokens.weight"
+    names = [n for g in found["param_groups"] for n in g.pop("param_names")]
+    assert names[0] == "model.embed_tokens.weight" and len(names) == 21
     assert same_value(found, torch.load(source / "optimizer.pt", weights_only=True))
 
 

@@ -838,7 +838,9 @@ def test_a_scheduler_that_deepspeed_s_own_do_not_load_is_said_with_what_to_do(to
 def test_a_scheduler_of_deepspeed_that_torch_s_do_not_load_is_said_with_what_to_do(to: str, tmp_path: Path) -> None:
     world = {} if to == "full" else {"world_size": 3}
     done = ckpttool.convert(FIXTURES / "zero3_w4" / "ckpt", tmp_path / "out", to=to, **world)
-    assert len([n for n in done.notes if "{last_batch_iteration: 2}" in n and "deepspeed.runtime.lr_schedules" in n]) == 1
+    assert (
+        len([n for n in done.notes if "{last_batch_iteration: 2}" in n and "deepspeed.runtime.lr_schedules" in n]) == 1
+    )
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(2))], lr=0.1)
     cosine = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 10)
     cosine.load_state_dict({"last_batch_iteration": 2})

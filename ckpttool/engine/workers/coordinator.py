@@ -153,7 +153,10 @@ def why_one_process(draft: Draft, job: Json | None, sharable: bool, in_store: bo
     if any(f.coded for f in draft.files):
         return "an archive is written front to back by one process"
     if job is None:
-        return "a merged or salvaged checkpoint, and one whose server tells no versions, is written by one process"
+        return (
+            "a checkpoint that is merged, salvaged or changed by a function, and one whose server tells no versions, "
+            "is written by one process"
+        )
     return why_cells_need_one_process(draft) if in_store else None
 
 
