@@ -330,6 +330,13 @@ class WriteRequest:
     canonical_keys: bool = option(
         False, "dcp, full: write plain FQNs under model and optim instead of the source's own keys."
     )
+    keys: Mapping[str, str] | None = option(
+        None,
+        "dcp, full: the key under which a job looks for a component, as in optim=optimizer or model=app.model; may be "
+        "repeated.",
+        metavar="COMPONENT=KEY",
+        repeated=True,
+    )
     drop: bool = option(False, "Convert without state that the target cannot hold and files that are not read.")
     strip_wrappers: bool = option(
         False, "dcp, full: leave _orig_mod., module. and other wrappers out of the source's own keys."
@@ -376,7 +383,8 @@ class WriteRequest:
             )
         # one way to say so, since plan_id compares requests
         object.__setattr__(self, "dequantize", tuple(self.dequantize) if self.dequantize else None)
-        object.__setattr__(self, "cast", dict(self.cast) if self.cast else None)
+        for name in ("cast", "keys"):
+            object.__setattr__(self, name, dict(getattr(self, name)) if getattr(self, name) else None)
         object.__setattr__(self, "expected", None if self.expected is None else dict(self.expected))
         object.__setattr__(self, "map", None if self.map is None else os.fspath(self.map))
 
@@ -471,6 +479,7 @@ class _ToLayout(_ForRanks, total=False):
 
 class _Writing(_ToLayout, total=False):
     canonical_keys: bool
+    keys: Mapping[str, str] | None
     strip_wrappers: bool
     vocab_size: int | None
     regroup: bool

@@ -22,6 +22,7 @@ __all__ = ["average"]
 _NOT_OF_AVERAGES = (
     "only",
     "canonical_keys",
+    "keys",
     "strip_wrappers",
     "vocab_size",
     "regroup",

@@ -20,6 +20,7 @@ __all__ = ["pull"]
 #: What `ckpttool convert hf://...` has besides.
 _ONLY_OF_CONVERT = (
     "canonical_keys",
+    "keys",
     "strip_wrappers",
     "vocab_size",
     "regroup",

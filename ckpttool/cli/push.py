@@ -40,6 +40,7 @@ _OF_JOBS = (
     "to",
     "world_size",
     "canonical_keys",
+    "keys",
     "strip_wrappers",
     "vocab_size",
     "regroup",

@@ -128,7 +128,7 @@ def _parse(f: Field[Any], given: Any) -> Any:
     if f.metadata["size"]:
         return parse_size(given)
     if str(f.type).startswith("Mapping"):
-        return parse_cast_rules(given)
+        return parse_cast_rules(given, f"--{f.name}", f.metadata["metavar"])
     return split_commas(given) if str(f.type).startswith("Iterable") and not f.metadata["repeated"] else given
 
 

@@ -143,8 +143,8 @@ def parse_size(text: str) -> int:
     return int(float(m[1]) * (1024 if m[3] else 1000) ** " kmgt".index(m[2] or " "))
 
 
-def parse_cast_rules(rules: list[str]) -> dict[str, str]:
-    """Return {glob: dtype} of the values of --cast, "GLOB=DTYPE".
+def parse_cast_rules(rules: list[str], flag: str = "--cast", metavar: str = "GLOB=DTYPE") -> dict[str, str]:
+    """Return {glob: dtype} of the values of --cast, "GLOB=DTYPE", or of another option with values of that form.
 
     Raises:
         UsageError: one has no "=".
@@ -153,7 +153,7 @@ def parse_cast_rules(rules: list[str]) -> dict[str, str]:
     for rule in rules:
         pattern, eq, kind = rule.rpartition("=")
         if not eq:
-            raise UsageError(f"--cast {rule!r}: write GLOB=DTYPE.", code="CKPT0203")
+            raise UsageError(f"{flag} {rule!r}: write {metavar}.", code="CKPT0203")
         out[pattern] = kind
     return out
 

@@ -123,6 +123,8 @@ def convert(src: CheckpointPath, dst: str | os.PathLike[str], **keywords: Unpack
         cast: {glob of tensor names: dtype}, stronger than `dtype`; the last that matches counts.
         canonical_keys: dcp and full: write "model" and "optim" with plain FQNs, as torch's `get_state_dict` names them,
             "scheduler" and so on, and not the keys of the source.
+        keys: dcp and full: {component: the key under which a job looks for it}, as {"optim": "optimizer"}; a dot leads
+            into a dict, {"model": "app.model"}. Below it, names are plain FQNs.
         drop: go on without what the target cannot hold, and without state in files that were not read.
         force: replace an existing checkpoint, whole.
         verify: read the result back from the disk and compare digests.

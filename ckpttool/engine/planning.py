@@ -37,7 +37,7 @@ from ..index.checkpoint import (
 from ..index.composites import Composite, class_label, composites, describe_unwrapped
 from ..index.draft import Draft, Dropped
 from ..index.fqns import remove_wrappers
-from ..index.names import CANONICAL_KEYS_NOTE, KEEPS_NUMBERS, refuse_surrogates
+from ..index.names import CANONICAL_KEYS_NOTE, KEEPS_NUMBERS, name_components, refuse_surrogates
 from ..index.optimizers import describe_lost_slots, find_per_rank_slots
 from ..index.param_groups import names_by_group, regroup
 from ..index.paths import is_optimizer_state
@@ -164,6 +164,7 @@ def plan_conversion(
         opened = prepared.opened
         # the draft, which must account for every entry
         draft = _ask_for_draft(opened.checkpoint, opened.source, target, prepared.options, account)
+        _note_keys(opened.checkpoint, draft, target, writing.keys)
         _refuse_casts(draft, target, prepared.codes)
         _refuse_file_names(draft)
         draft.averages = frozenset() if reading.allow_mixed_steps else averages_of(draft.sources)
@@ -333,13 +334,29 @@ def _ask_for_draft(
     account.add_draft(ckpt, digests, draft)
     if target.name != ARCHIVE_LAYOUT and (target.saves is None or target.of_trainer):  # else the engine is DeepSpeed
         draft.notes += describe_deepspeed_scheduler(draft.checkpoint)
+    return draft
+
+
+def _note_keys(ckpt: Checkpoint, draft: Draft, target: layouts.Layout, asked: Mapping[str, str] | None) -> None:
+    """Add a note to a draft where model and optimizer are under the keys of the source, and not under those that were
+    `asked` for.
+
+    Raises:
+        Unsupported: a checkpoint with the keys that were asked for could not be read again.
+    """
+    readable = CANONICAL_KEYS_NOTE not in draft.notes
+    if asked and not readable:
+        raise Unsupported(
+            f"{argument('keys')} {', '.join(f'{name}={key}' for name, key in asked.items())}: a checkpoint with these "
+            "keys could not be read again, since they do not tell which part is the model and which the optimizer. "
+            "Choose others."
+        )
     theirs = target.own_keys and any(p[0] in ("model", "optim") for p in ckpt.origin)
-    if theirs and CANONICAL_KEYS_NOTE not in draft.notes:
+    if theirs and readable and not asked:
         draft.notes.append(
             f"model and optimizer keep the keys of the source; {argument('canonical_keys', True)} writes model and "
-            "optim"
+            f"optim, {argument('keys')} others"
         )
-    return draft
 
 
 def _refuse_patterns(cast: Iterable[str], names: list[str]) -> None:
@@ -371,11 +388,12 @@ def _refuse_request(target: layouts.Layout, writing: WriteRequest) -> None:
     if writing.options is not None and type(writing.options) is not target.options:
         kind, wanted = type(writing.options).__name__, target.options.__name__ if target.options else "no options"
         raise UsageError(f"options={kind}(...) does not apply to {target.name}, which takes {wanted}.", code="CKPT0205")
-    if writing.canonical_keys and not target.own_keys:
-        keep = ", ".join(x.name for x in layouts.layouts().values() if x.own_keys)
-        raise UsageError(
-            f"{argument('canonical_keys')} applies to {keep}; {target.name} has keys of its own.", code="CKPT0205"
-        )
+    for name in ("canonical_keys", "keys"):
+        if getattr(writing, name) and not target.own_keys:
+            keep = ", ".join(x.name for x in layouts.layouts().values() if x.own_keys)
+            raise UsageError(
+                f"{argument(name)} applies to {keep}; {target.name} has keys of its own.", code="CKPT0205"
+            )
     if writing.quantize is not None:
         refuse_scheme(writing.quantize)
         if target.name != HUB_LAYOUT or target.is_file:
@@ -468,6 +486,8 @@ def _change_state(
         before_cut = ckpt
         ckpt, source = resize_vocabulary((ckpt, source), writing.vocab_size)
         account.add_step(f"a vocabulary of {writing.vocab_size:,} rows", before_cut, ckpt)
+    if writing.keys:
+        ckpt = name_components(ckpt, writing.keys)
     return replace(opened, checkpoint=ckpt, source=source, inputs=inputs)
 
 

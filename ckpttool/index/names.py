@@ -28,9 +28,10 @@ found by `name_order`. Model and optimizer under other keys are recognised by th
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
-from ..errors import CkpttoolError, Corrupt, Unsupported
+from ..errors import CkpttoolError, Corrupt, Unsupported, UsageError, argument
 from .checkpoint import Checkpoint, Number, Path, joined, same_bytes
 from .composites import shape_of
 from .fqns import EXTRA_STATE, split_extra_state, strip_wrappers
@@ -557,6 +558,23 @@ def with_canonical_keys(named: CanonicalState) -> CanonicalState:
         if split is not None and p[below:]:
             origin[q] = ("model", split[0], *p[below:])
     return named._replace(origin=origin)
+
+
+def name_components(ckpt: Checkpoint, keys: Mapping[str, str]) -> Checkpoint:
+    """Return the checkpoint with keys of the user for components, {component: key}, and plain FQNs below them; a dot in
+    a key leads into a dict: {"model": "app.model"}.
+
+    Raises:
+        UsageError: there is no such component, or two have one key.
+    """
+    have = {p[0] for p in ckpt.leaves()}
+    if odd := [name for name in keys if name not in have]:
+        raise UsageError(f"{argument('keys', odd)}: the checkpoint holds {', '.join(sorted(map(str, have)))}.")
+    own = {(name,): tuple(key.split(".")) for name, key in keys.items()}
+    if len({*own.values()}) < len(own) or not all(all(path) for path in own.values()):
+        raise UsageError(f"{argument('keys')} {', '.join(keys.values())}: each component needs a key of its own.")
+    kept = {q: p for q, p in ckpt.origin.items() if q[0] not in keys}
+    return replace(ckpt, origin={q: p for q, p in (kept | own).items() if q != p})
 
 
 def original_path(path: Path, origin: Mapping[Path, Path]) -> Path:

@@ -180,7 +180,7 @@ READERS = (
     "audit restore", "show", "stats", "watch",
 )  # fmt: skip
 
-_CHANGES = ("--canonical-keys", "--strip-wrappers", "--vocab-size", "--regroup", "--dequantize", "--quantize", "--map")
+_CHANGES = ("--canonical-keys", "--keys", "--strip-wrappers", "--vocab-size", "--regroup", "--dequantize", "--quantize", "--map")
 #: What a command that writes a checkpoint has no use for, and why.
 LACKS_IN_WRITING: dict[str, dict[str, str]] = {
     "convert": {},

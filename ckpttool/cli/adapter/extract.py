@@ -23,6 +23,7 @@ _OF_WHOLE_STATES = (
     "cast",
     "canonical_keys",
     "drop",
+    "keys",
     "strip_wrappers",
     "vocab_size",
     "regroup",

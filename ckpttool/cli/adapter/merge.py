@@ -21,6 +21,7 @@ __all__ = ["MergeCommand", "merge"]
 #: What applies to the optimizer, or to the names that a trainer keeps.
 _OF_TRAINING = (
     "canonical_keys",
+    "keys",
     "strip_wrappers",
     "vocab_size",
     "regroup",

@@ -36,6 +36,7 @@ _NOT_OF_ARCHIVES = (
     "world_size",
     "cast",
     "canonical_keys",
+    "keys",
     "strip_wrappers",
     "vocab_size",
     "regroup",

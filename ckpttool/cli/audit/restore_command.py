@@ -26,6 +26,7 @@ _NOT_OF_ARCHIVES = (
     "allow_mixed_steps",
     "cast",
     "canonical_keys",
+    "keys",
     "strip_wrappers",
     "vocab_size",
     "regroup",

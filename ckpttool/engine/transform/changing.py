@@ -64,14 +64,14 @@ def change_tensors(
         names = fnmatch.filter(ckpt.tensors, pattern)
         if not names:
             first = next(iter(ckpt.tensors), "none")
-            raise UsageError(f"{argument('change')} {pattern!r}: no tensor has such a name. The first name is {first}.")
+            raise UsageError(f"change {pattern!r}: no tensor has such a name. The first name is {first}.")
         chosen |= dict.fromkeys(names, function)
     # parameters of an optimizer may share a step in a file, and are not tied by that
     tied = tied_weights({n: t for n, t in ckpt.tensors.items() if t.component == "model"})
     for name, kept in tied.items():
         if chosen.get(name) is not chosen.get(kept):
             raise UsageError(
-                f'{argument("change")}: "{name}" and "{kept}" are one tensor under two names (tied weights). Change '
+                f'change: "{name}" and "{kept}" are one tensor under two names (tied weights). Change '
                 "both with one function, so that they stay equal."
             )
     _refuse_codes(ckpt, beside, chosen)
@@ -116,7 +116,7 @@ def _refuse_codes(ckpt: Checkpoint, beside: Source | None, chosen: Mapping[str, 
     for name in chosen:
         if name in parts or codes.describe(name):
             raise Unsupported(
-                f'{argument("change")}: "{name}" holds codes or scales, whose numbers mean something only together. '
+                f'change: "{name}" holds codes or scales, whose numbers mean something only together. '
                 f"{argument('dequantize', ['*'])} makes plain numbers of them first."
             )
 
@@ -156,16 +156,15 @@ def _apply(
     found = np.asarray(function(Page(name, index, reader.read(t, [box]).reshape(shape).copy())))
     if found.shape != shape:
         raise UsageError(
-            f'{argument("change")}: the function made {list(found.shape)} of {list(shape)} of "{name}"; it has to '
+            f'change: the function made {list(found.shape)} of {list(shape)} of "{name}"; it has to '
             "return an array of the same shape."
         )
     flat, dtype = np.ascontiguousarray(found).reshape(-1), found.dtype.name
     if dtype != t.dtype and not {dtype, t.dtype} <= FLOATING:
-        raise UsageError(f'{argument("change")}: the function made {dtype} of "{name}", which is {t.dtype}.')
+        raise UsageError(f'change: the function made {dtype} of "{name}", which is {t.dtype}.')
     out, lost = cast_array(flat, dtype, t.dtype)
     if lost:
         raise Unsupported(
-            f'{argument("change")}: {count_noun(lost, "number")} of "{name}" {"does" if lost == 1 else "do"} not fit '
-            f"into {t.dtype}."
+            f'change: {count_noun(lost, "number")} of "{name}" {"does" if lost == 1 else "do"} not fit into {t.dtype}.'
         )
     return out
