@@ -76,14 +76,13 @@ def change_tensors(
             )
     _refuse_codes(ckpt, beside, chosen)
     files, reader, tensors = ComputedFiles(ckpt), BoxReader(ckpt, source), dict(ckpt.tensors)
-    for name, function in chosen.items():
+    for name in (n for n in chosen if n not in tied):
         t = ckpt.tensors[name]
-        if name in tied:
-            tensors[name] = replace(t, chunks=tensors[tied[name]].chunks)
-        else:
-            compute = _make_computation(reader, name, t, function)
-            place = files.add(f"{name} (changed)", t.dtype, t.shape, compute, choose_page([t]))
-            tensors[name] = replace(t, chunks=Chunks.whole(t.shape, *place), coding="raw")
+        compute = _make_computation(reader, name, t, chosen[name])
+        place = files.add(f"{name} (changed)", t.dtype, t.shape, compute, choose_page([t]))
+        tensors[name] = replace(t, chunks=Chunks.whole(t.shape, *place), coding="raw")
+    for name in (n for n in chosen if n in tied):
+        tensors[name] = replace(tensors[tied[name]], path=ckpt.tensors[name].path)
     # what was recorded of the others must still hold; an engine computes weights from their masters again
     notes = [f"{count_noun(len(chosen), 'tensor')} changed: {list_first(chosen)}"]
     masters = [n for n in chosen if (m := f"extra.master.{n.removeprefix('model.')}") in tensors and m not in chosen]
