@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
     from .audit.archive_options import ArchiveOptions
     from .audit.export import Exported, export, restore
+    from .cli.terminal import progress_bar
     from .converters.options import (  # type: ignore[import-not-found,unused-ignore]
         DirectoryOptions,
         Fsdp1Options,
@@ -102,6 +103,7 @@ _WHERE = {
     "newest": "engine.discover.detection",
     "open": "engine.opening",
     "plan": "engine.planning",
+    "progress_bar": "cli.terminal",
     "prune_run": "engine.run_pruning",
     "pull": "hub.pull",
     "push": "hub.push",
@@ -159,6 +161,7 @@ __all__ = [
     "newest",
     "open",
     "plan",
+    "progress_bar",
     "prune_run",
     "pull",
     "push",

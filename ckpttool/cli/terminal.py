@@ -19,7 +19,7 @@ from ..printable import count_noun, printable, printable_json, printable_lines
 
 if TYPE_CHECKING:
     from rich.console import Console
-    from rich.progress import Progress, TaskID
+    from rich.progress import Progress, ProgressColumn, TaskID
     from rich.segment import Segment
 
 __all__ = [
@@ -42,6 +42,7 @@ __all__ = [
     "print_json",
     "print_left_behind",
     "print_unread",
+    "progress_bar",
     "refuse_empty",
     "say",
     "split_commas",
@@ -158,15 +159,38 @@ def parse_cast_rules(rules: list[str], flag: str = "--cast", metavar: str = "GLO
     return out
 
 
+#: Columns of a terminal: of most, and those that every part of a bar fits into.
+_USUAL, _WIDE = 80, 100
+
+
+def progress_bar() -> Meter:
+    """Return a `progress` for functions that take one: a bar on stderr where that is a terminal, or else a line every
+    ten seconds.
+
+    >>> ckpttool.convert("run/ckpt", "out", to="hf", progress=ckpttool.progress_bar())             # doctest: +SKIP
+    """
+    return Meter(quiet=False, alone=True)
+
+
+def _total(total: int) -> int | None:
+    """Return the total of a bar for a number of bytes; None, for a bar that only moves, where there are none."""
+    return total if total > 1 else None
+
+
 class Meter:
     """Progress on stderr: a live bar on a terminal, a line every ten seconds in a log, nothing with --quiet.
 
     In a `with`, the bar is taken off the screen at the end, and `seconds` is how long it took.
     """
 
-    def __init__(self, quiet: bool) -> None:
-        """Begin to measure time; with `quiet`, show no progress."""
-        self.quiet = quiet
+    def __init__(self, quiet: bool, alone: bool = False) -> None:
+        """Begin to measure time.
+
+        Args:
+            quiet: show no progress.
+            alone: nobody closes it, so each bar is taken off the screen at the end of its stage.
+        """
+        self.quiet, self.alone = quiet, alone
         self.bar: Progress | None = None
         self.task: TaskID | None = None
         self.what, self.began, self.said = "", 0.0, 0.0
@@ -202,8 +226,11 @@ class Meter:
                 self._start_bar(what, total)
         if self.bar is not None and self.task is not None:
             if now - self.said > 0.1 or done == total:
-                self.bar.update(self.task, completed=done, total=max(1, total), memory=describe_memory())
+                self.bar.update(self.task, completed=done, total=_total(total), memory=describe_memory())
                 self.said = now
+        elif now - self.said >= 10 and total <= 1:
+            note(f"{what} took {now - self.began:.0f} s")
+            self.said = now
         elif now - self.said >= 10:
             rate = done / (now - self.began)
             left = (total - done) / rate if rate else 0
@@ -212,6 +239,8 @@ class Meter:
                 f"{describe_memory()}"
             )
             self.said = now
+        if self.alone and done >= total:
+            self.close()
 
     def _start_bar(self, what: str, total: int) -> None:
         """Draw the bar of a new stage, `what`, with `total` bytes."""
@@ -220,29 +249,30 @@ class Meter:
             DownloadColumn,
             Progress,
             TextColumn,
+            TimeElapsedColumn,
             TimeRemainingColumn,
             TransferSpeedColumn,
         )
 
-        bar = Progress(
-            TextColumn("{task.description:8s}"),
-            BarColumn(),
-            DownloadColumn(),
-            TransferSpeedColumn(),
-            TimeRemainingColumn(),
-            TextColumn("{task.fields[memory]}"),
-            console=make_console(stderr=True),
-            transient=True,
+        console = make_console(stderr=True)
+        columns: list[str | ProgressColumn] = [TextColumn("{task.description:8s}")]
+        columns.append(BarColumn(None if console.width < _WIDE else 40))  # a wrapped line would stay on the screen
+        columns += (
+            [DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn()] if total > 1 else [TimeElapsedColumn()]
         )
-        self.task = bar.add_task(what, total=max(1, total), memory="")
+        if console.width >= _USUAL:
+            columns.append(TextColumn("{task.fields[memory]}"))
+        bar = Progress(*columns, console=console, transient=True)
+        self.task = bar.add_task(what, total=_total(total), memory="")
         bar.start()
         self.bar = bar
 
     def close(self) -> None:
-        """Take the bar off the screen, if there is one."""
+        """Take the bar off the screen, if there is one; the next call begins a stage."""
         if self.bar is not None:
             self.bar.stop()
             self.bar = None
+        self.what = ""
 
 
 class OutputLost(Exception):

@@ -17,6 +17,7 @@ from ..index.checkpoint import TensorEntry
 from ..index.draft import Draft
 from ..options import ConvertKeywords, OpenOptions, RunOptions, WriteRequest, list_keywords, split_keywords
 from ..printable import Shown, count_noun
+from ..progress import log_step
 from ..storage import urls
 from ..storage.buffers import IOBudget
 from ..storage.destination_protocol import Destination
@@ -298,6 +299,7 @@ def _fill_destination(
             written["proof"] = proven
         if not target.is_file:
             destination.write_file(RECORD, encode_record(written))
+        log_step("wrote %d tensors, %d bytes", len(wanted), draft.nbytes)
         filled = _Filled(
             wanted,
             digests,
@@ -311,6 +313,7 @@ def _fill_destination(
         # what an interrupted run has written, this one has not seen
         if path is not None and (running.verify or filled.continued):
             read_back(path, target, draft, digests, config, progress, budget, workers)
+            log_step("read back from the disk: equal")
     return filled
 
 
@@ -339,9 +342,11 @@ def _commit_destination(
     planned.opened.source.assert_unchanged()
     with planned.target.replacing(dst) if running.force else nullcontext():
         destination.commit()
+    log_step("committed %s", urls.display_path(dst))
     if not filled.readable and running.verify:  # an object can be read when it is there, and not before
         with workers_for_reading(running.workers, dst, planned.draft.nbytes) as workers:
             read_back(dst, planned.target, planned.draft, filled.digests, config, running.progress, budget, workers)
+        log_step("read back from the store: equal")
     if proof is not None and filled.proof is None:
         filled = replace(filled, proof=proof.prove(dst, planned.target, running.progress))
     return filled
@@ -365,6 +370,8 @@ def _make_result(planned: Plan, filled: _Filled, where: str, running: RunOptions
             f"continued an interrupted run: {filled.done_before} of {len(draft.checkpoint.tensors)} tensors were done "
             f"and were read again{read_again}"
         )
+    for text in notes:
+        log_step("note: %s", text)
     return ConvertResult(
         source=opened.source.root,
         destination=where,

@@ -18,6 +18,7 @@ from ..index.draft import Dropped
 from ..index.param_groups import names_by_group
 from ..options import MergeRequest, OpenOptions, ReadKeywords, list_keywords
 from ..printable import list_first
+from ..progress import log_detail, log_step
 from ..storage.source import Source, raise_file_limit
 from ..storage.urls import UNFINISHED
 from .copy.value_digests import equal_values, split_lists, value_digests
@@ -472,6 +473,10 @@ def open_checkpoint(
     except BaseException:
         where.source.close()
         raise
+    shown = show_path(where).rstrip("/")
+    log_step("opened %s: %s, %d tensors, %d bytes", shown, ckpt.layout, len(ckpt.tensors), ckpt.nbytes)
+    for text in ckpt.notes:
+        log_detail("%s: %s", shown, text)
     return OpenCheckpoint(
         checkpoint=ckpt,
         source=where.source,

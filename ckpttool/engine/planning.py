@@ -45,6 +45,7 @@ from ..index.schedulers import complete_scheduler_state, describe_deepspeed_sche
 from ..index.vocabulary import vocabulary_of
 from ..options import ARCHIVE_LAYOUT, HUB_LAYOUT, OpenOptions, PlanKeywords, WriteRequest, list_keywords, split_keywords
 from ..printable import Shown, count_noun
+from ..progress import log_detail, log_step
 from ..storage.source import Source
 from . import mixups
 from .averaging import open_average
@@ -178,7 +179,14 @@ def plan_conversion(
     except BaseException:
         opened.source.close()
         raise
-    return Plan(opened, draft, target, account)
+    planned = Plan(opened, draft, target, account)
+    for text in planned.lines():
+        log_step("planned %s", text)
+    for d in account.dropped:
+        log_detail("left behind: %s, %d bytes: %s", d.name, d.nbytes, d.why)
+    for name, how in account.changed.items():
+        log_detail("changed: %s: %s", name, how)
+    return planned
 
 
 def open_model(src: CheckpointPath, reading: OpenOptions, writing: WriteRequest) -> OpenCheckpoint:

@@ -25,6 +25,7 @@ from typing import Any, NamedTuple
 from ..errors import Corrupt, Unsafe, Unsupported
 from ..extras import require_packages
 from ..formats.sandbox import run_in_child
+from ..progress import log_step, report_progress
 from . import Config
 
 __all__ = ["PLAIN", "LoadVerdict", "Piece", "Relation", "find_contradiction", "find_pieces", "meta_model", "relate"]
@@ -198,7 +199,11 @@ def find_contradiction(config: Config, shapes: Mapping[str, tuple[int, ...]]) ->
 def _ask_child(question: bytes) -> bytes:
     """Ask the child process a question, in JSON, and return its answer, in JSON. That takes seconds, and a conversion
     asks the same for its source, its draft and the result."""
-    return run_in_child("ckpttool.huggingface.hub_names:_answer", "transformers", 0, question)
+    log_step("asking transformers for the names and shapes of the model of config.json")
+    report_progress("transformers", 0, 1)
+    answer = run_in_child("ckpttool.huggingface.hub_names:_answer", "transformers", 0, question)
+    report_progress("transformers", 1, 1)
+    return answer
 
 
 def meta_model(config_dict: dict[str, Any]) -> Any:

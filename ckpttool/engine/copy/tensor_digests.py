@@ -12,6 +12,7 @@ from blake3 import blake3
 
 from ...formats.stored_tensors import Inline
 from ...index.checkpoint import Checkpoint, Record, TensorEntry, Value, joined
+from ...progress import hear_progress
 from ...storage.buffers import DEFAULT_BUDGET, IOBudget
 from ...storage.source import Source
 from .fill import Progress, silent
@@ -42,10 +43,12 @@ _REPORT: ContextVar[_Report | None] = ContextVar("report", default=None)
 
 @contextmanager
 def reporting(progress: Progress) -> Iterator[None]:
-    """While the block runs, have `proof_digests` call `progress` with ("prove", bytes done, bytes in all)."""
+    """While the block runs, have `proof_digests` call `progress` with ("prove", bytes done, bytes in all), and
+    `report_progress` with what else has no progress among its arguments."""
     token = _REPORT.set(_Report(progress))
     try:
-        yield
+        with hear_progress(progress):
+            yield
     finally:
         _REPORT.reset(token)
 
