@@ -410,8 +410,9 @@ def _any_registered(path: Iterable[str]) -> bool:
     return False
 
 
-def find(name: str) -> Layout:
-    """Return a layout by its name or one of its aliases, in upper or lower case.
+def find(name: str, *, to_write: bool = False) -> Layout:
+    """Return a layout by its name or one of its aliases, in upper or lower case; `to_write` is whether the error lists
+    only those that can be written.
 
     Raises:
         UsageError: there is none.
@@ -427,7 +428,8 @@ def find(name: str) -> Layout:
 
     close = get_close_matches(wanted, [*known, *by_alias], 1)
     hint = f" Did you mean {close[0]}?" if close else ""
-    raise UsageError(f"Unknown layout {name!r}.{hint} Choose one of: {', '.join(known)}.", code="CKPT0206")
+    listed = writable() if to_write else known
+    raise UsageError(f"Unknown layout {name!r}.{hint} Choose one of: {', '.join(listed)}.", code="CKPT0206")
 
 
 def read_as(name: str | None) -> Layout | None:
@@ -483,7 +485,7 @@ def target_of(to: str | None, dst: str | os.PathLike[str]) -> Layout:
         raise UsageError(
             f"Cannot infer the layout from {text!r}. Pass {argument('to')}: {', '.join(writable())}.", code="CKPT0206"
         )
-    target = find(to)
+    target = find(to, to_write=True)
     if target.as_file is not None and text.endswith(target.as_file.suffixes):
         return target.as_file
     if not target.is_file and text.endswith(tuple({s for x in files for s in x.suffixes} - set(target.suffixes))):

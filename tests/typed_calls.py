@@ -5,12 +5,29 @@ mypy --strict also refuses a `type: ignore` that ignores nothing, so a name that
 
 from __future__ import annotations
 
+from typing import Any
+
+import numpy as np
+import torch
+
 import ckpttool
 
 done = ckpttool.convert("a", "b", to="zero3", world_size=4)
 print(done.digest["all"], done.verified)
 with ckpttool.open("a", source_layout="dcp") as opened:
     print(opened.checkpoint.nbytes)
+    rows: np.ndarray[Any, Any] = opened["model.w"][2:5]
+    whole: torch.Tensor = opened["model.w"].torch()
+    step: int | None = opened.checkpoint.value("trainer.step", int)
+    handles: list[ckpttool.TensorHandle] = [h for _, h in opened.items()]
+    print(opened.get("model.w"), rows.shape, whole.shape, step, handles)
+    print(rows.shapes)  # type: ignore[attr-defined]
+    print(whole.shapes)  # type: ignore[attr-defined]
+    text: str | None = opened.checkpoint.value("trainer.step", int)  # type: ignore[assignment]
+try:
+    ckpttool.verify("a")
+except ckpttool.CkpttoolError as e:
+    kind: str = e.kind
 if ckpttool.diff("a", "b", rtol=1e-5):
     print(ckpttool.inspect("b").step)
 

@@ -14,7 +14,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from math import prod
 from types import EllipsisType
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias, overload
 
 from ..errors import Unsupported, UsageError
 from ..extras import require_packages
@@ -28,7 +28,7 @@ from .discover.unread_files import human
 
 if TYPE_CHECKING:
     import numpy as np
-    import torch
+    from torch import Tensor  # by a name that no method of TensorHandle has
 
     from .opening import OpenCheckpoint
 
@@ -133,6 +133,12 @@ class TensorHandle:
     def __iter__(self) -> Iterator[Any]:
         return (self[i] for i in range(len(self)))
 
+    @overload
+    def __getitem__(self, index: slice | EllipsisType) -> _Array: ...
+
+    @overload
+    def __getitem__(self, index: _Index) -> Any: ...
+
     def __getitem__(self, index: _Index) -> Any:
         """Read elements as a numpy array, or as a numpy scalar where every dimension has an integer.
 
@@ -163,7 +169,7 @@ class TensorHandle:
         found = self.numpy()
         return found if dtype is None else found.astype(dtype, copy=False)
 
-    def torch(self, index: _Index = ...) -> torch.Tensor:
+    def torch(self, index: _Index = ...) -> Tensor:
         """Read the tensor, or the part that `index` selects, as a torch tensor on the CPU. Imports torch.
 
         Raises:

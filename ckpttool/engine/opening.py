@@ -55,8 +55,8 @@ def show_path(path: CheckpointPath) -> str:
     return os.path.join(path.source.root, path.file or "") if isinstance(path, layouts.Place) else os.fspath(path)
 
 
-@dataclass(repr=False)
-class OpenCheckpoint:
+@dataclass(repr=False, eq=False)
+class OpenCheckpoint(Mapping[str, "TensorHandle"]):
     """A checkpoint that was read and checked, with the files it lies in. It is a mapping of names to tensors.
 
     >>> with ckpttool.open("runs/step-1000") as opened:                                            # doctest: +SKIP
@@ -276,6 +276,13 @@ class OpenCheckpoint:
         """List the canonical names of all tensors."""
         return self._index_with_names().tensors.keys()
 
+    # one that is open is equal to none but itself
+    __eq__, __hash__ = object.__eq__, object.__hash__
+
+    def __dir__(self) -> list[str]:
+        """List what is public: the mapping, and what says where it is and what it holds."""
+        return [*dir(Mapping), "checkpoint", "close", "layout", "location", "source"]
+
     def __repr__(self) -> str:
         ckpt = self.checkpoint
         return (
@@ -293,7 +300,7 @@ class OpenCheckpoint:
         self.close()
 
 
-@dataclass(repr=False)
+@dataclass(repr=False, eq=False)
 class MergedCheckpoint(OpenCheckpoint):
     """A checkpoint that is made of others: merged, averaged, or with other weights as its model.
 

@@ -19,7 +19,7 @@ from array import array
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from math import prod
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar, overload
 
 from ..errors import Corrupt, UsageError
 from .paths import HasPath, Number, Path, joined
@@ -53,6 +53,8 @@ __all__ = [
     "tied_weights",
     "unnamed_optimizer_state",
 ]
+
+T = TypeVar("T")
 
 #: Bytes of one element, by torch's name of the dtype (torch/headeronly/core/ScalarType.h); those of six bits are
 #: safetensors' alone.
@@ -482,9 +484,24 @@ class Checkpoint:
         """Return the first element of a canonical name: "model", "optim", "scheduler", ..."""
         return (self.tensors.get(name) or self.values[name]).component
 
-    def value(self, name: str) -> Any:
-        """Return the data of a value; None if there is none of that name."""
+    @overload
+    def value(self, name: str) -> Any: ...
+
+    @overload
+    def value(self, name: str, kind: type[T]) -> T | None: ...
+
+    def value(self, name: str, kind: type[Any] = object) -> Any:
+        """Return the data of a value; None if there is none of that name.
+
+        Args:
+            kind: the type that it must have, for type checkers: `value("trainer.step", int)`.
+
+        Raises:
+            TypeError: it has another.
+        """
         found = self.values.get(name)
+        if found is not None and not isinstance(found.data, kind):
+            raise TypeError(f'"{name}" is a {type(found.data).__name__}, not a {kind.__name__}.')
         return None if found is None else found.data
 
     def leaves(self) -> dict[Path, Any]:

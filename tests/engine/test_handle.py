@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -401,3 +401,33 @@ def test_a_descriptor_that_a_thread_reads_from_is_closed_after_that(tmp_path: Pa
         assert os.pread(fd, 3, 0) == b"abc"
     with pytest.raises(OSError):
         os.fstat(fd)
+
+
+def test_an_open_checkpoint_is_a_mapping_that_shows_what_is_public() -> None:
+    with (
+        ckpttool.open(FIXTURES / "fsdp2_w3" / "ckpt") as opened,
+        ckpttool.open(FIXTURES / "fsdp2_w3" / "ckpt") as other,
+    ):
+        assert isinstance(opened, Mapping) and opened == opened and opened != other and len({opened, other}) == 2
+        name = next(iter(opened))
+        assert [n for n, _ in opened.items()] == list(opened) and {h.name for h in opened.values()} == set(opened)
+        handle = opened.get(name)
+        assert handle is not None and handle.shape == opened[name].shape and opened.get("nope") is None
+        public = [n for n in dir(opened) if not n.startswith("_")]
+        assert public == ["checkpoint", "close", "get", "items", "keys", "layout", "location", "source", "values"]
+        assert opened.checkpoint.value("trainer.step", int) == opened.checkpoint.value("trainer.step")
+        assert opened.checkpoint.value("trainer.nope", int) is None
+        with pytest.raises(TypeError, match=r'"trainer.step" is a int, not a str\.'):
+            opened.checkpoint.value("trainer.step", str)
+
+
+def test_an_error_has_the_kind_that_json_has() -> None:
+    with ckpttool.open(FIXTURES / "fsdp2_w3" / "ckpt") as opened, pytest.raises(UnknownTensor) as e:
+        opened["nope"]
+    assert e.value.kind == "UsageError" and Corrupt("x").kind == "Corrupt"
+
+
+def test_an_unknown_layout_to_write_is_answered_with_those_that_can_be_written(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="Choose one of") as e:
+        ckpttool.plan(FIXTURES / "fsdp2_w3" / "ckpt", tmp_path / "x", to="nope")
+    assert "zero3" in str(e.value) and "verl" not in str(e.value)
