@@ -621,10 +621,7 @@ def _open_remote(url: str, is_folder: bool) -> Place:
     for spelled in (url, *_longer_revisions(url)):
         if found := _open_object_or_prefix(spelled, is_folder):
             return found
-    what = "no such object, and no objects below it"
-    if url.startswith("hf://"):
-        what = "the Hub has no such repository, revision or file, or the token may not see it"
-    raise NotRecognised(f"{urls.redact_url(url)}: {what}.", code="CKPT0302")
+    raise NotRecognised(remote.RemoteSource(url).explain_missing(), code="CKPT0302")
 
 
 def _longer_revisions(url: str) -> list[str]:

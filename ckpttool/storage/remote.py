@@ -165,6 +165,19 @@ class RemoteSource(Source):
                 self._pinned, self.commit = with_retries(self.root, lambda: _pin_commit(self._fs, self._prefix))
             return self._pinned
 
+    def explain_missing(self) -> str:
+        """Return a text on why nothing is at the URL, with the URL before it.
+
+        Raises:
+            RemoteError: the Hub fails.
+        """
+        try:
+            self._pinned_prefix()
+        except NotFound as e:
+            return str(e)
+        of_hub = "the Hub has the repository, and no such file or folder in it"
+        return f"{self.root}: {of_hub if self._hub else 'no such object, and no objects below it'}."
+
     def _object_path(self, name: str) -> str:
         """Return the path of an object for fsspec.
 

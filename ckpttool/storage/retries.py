@@ -123,9 +123,38 @@ def with_retries(url: str, call: Callable[[], T], *, writes: bool = False) -> T:
             if kind is None and k + 1 < POLICY.tries:
                 time.sleep(POLICY.first_wait_seconds * 2**k)
                 continue
+            if kind is not None and (said := _describe_missing_on_hub(e)) is not None:
+                raise (kind if kind is Denied else NotFound)(f"{url}: {said}.") from None
             error = _error_for(url, kind, redacted_message(by))
         raise error from None
     raise AssertionError
+
+
+def _describe_missing_on_hub(e: Exception) -> str | None:
+    """Return what of a URL the Hub does not have or does not show, and what to do; None where huggingface_hub's error
+    is not about that.
+
+    Without a token, the Hub answers 401 for a repository that is private and for one that is not there; with one that
+    may not see it, 404 for both.
+    """
+    names = {c.__name__ for x in _error_chain(e) for c in type(x).__mro__}
+    if "GatedRepoError" in names:
+        return "the repository is gated. Accept its terms on its page with the account of the token"
+    if "RevisionNotFoundError" in names:
+        return "the Hub has the repository, and no such revision of it. Its page lists branches and tags"
+    if "RepositoryNotFoundError" not in names:
+        return None
+    from huggingface_hub import get_token
+
+    if get_token() is None:
+        return (
+            "the Hub has no such repository, or it is private, and there is no token. Check the name; log in with "
+            "`hf auth login` or set HF_TOKEN"
+        )
+    return (
+        "the Hub has no such repository, or the token may not see it. Check the name, and whose token `hf auth whoami` "
+        "names"
+    )
 
 
 def find_own_error(e: BaseException, outer: BaseException | None = None) -> CkpttoolError | None:

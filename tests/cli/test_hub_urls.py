@@ -45,13 +45,29 @@ def test_the_url_that_push_prints_is_one_that_every_command_reads(hub: Hub, bran
 
 
 @pytest.mark.parametrize(
-    "url", ["hf://org/name@nope", "hf://org/name@no/such/branch", "hf://org/nothing", "hf://org/name/none"]
+    ("url", "words"),
+    [
+        ("hf://org/name@nope", "the Hub has the repository, and no such revision of it."),
+        ("hf://org/name@no/such/branch", "the Hub has the repository, and no such revision of it."),
+        ("hf://org/nothing", "the Hub has no such repository, or the token may not see it."),
+        ("hf://org/name/none", "the Hub has the repository, and no such file or folder in it."),
+        ("hf://org/name@main/none", "the Hub has the repository, and no such file or folder in it."),
+    ],
 )
-def test_what_the_hub_does_not_have_is_said_to_be_missing_or_hidden(hub: Hub, url: str) -> None:
+def test_what_the_hub_does_not_have_is_told_from_what_it_hides(hub: Hub, url: str, words: str) -> None:
     push(str(DCP), "hf://org/name", config=CONFIG)
     done = run("inspect", url)
-    assert done.returncode == 3
-    assert f"{url}: the Hub has no such repository, revision or file, or the token may not see it." in done.stderr
+    assert done.returncode == 3 and f"{url}: {words}" in done.stderr, done.stderr
+
+
+@pytest.mark.parametrize("url", ["hf://org/private", "hf://org/nothing"])
+def test_without_a_token_a_repository_may_be_private(hub: Hub, url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    push(str(DCP), "hf://org/private", config=CONFIG)
+    monkeypatch.delenv("HF_TOKEN")
+    done = run("inspect", url)
+    assert done.returncode == 9 and done.stderr.count("\n") == 1
+    assert f"{url}: the Hub has no such repository, or it is private, and there is no token." in done.stderr
+    assert "`hf auth login` or set HF_TOKEN" in done.stderr and "For more" not in done.stderr
 
 
 def test_a_config_that_is_neither_a_folder_nor_a_model_is_told_apart_from_a_hub_that_is_away(
