@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 from bisect import bisect_right
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, dataclass, replace
 from typing import Any
@@ -17,7 +17,7 @@ from blake3 import blake3
 
 from ..engine.copy.fill import Progress, silent
 from ..errors import CkpttoolError
-from ..printable import printable
+from ..printable import list_first, printable
 from ..storage.source import Source
 from . import archive_plan as plan
 from . import byte_planes, tarball
@@ -27,7 +27,7 @@ from .frame_format import FRAME, LOOK, read_table
 from .frame_reader import FrameReader
 from .frame_walk import FrameResult, walk_file, walk_frames
 
-__all__ = ["ArchiveFinding", "ArchiveHasher"]
+__all__ = ["ArchiveFinding", "ArchiveHasher", "describe_findings"]
 
 _MOST_FINDINGS = 1000
 
@@ -62,6 +62,18 @@ class ArchiveFinding:
         if self.file_start is not None:
             where.append(f"bytes {self.file_start}..{self.file_end} of the file")
         return f"{', '.join(where)}: {self.what}" if where else self.what
+
+
+def describe_findings(findings: Sequence[ArchiveFinding]) -> list[str]:
+    """Return a line for each finding; of those of one frame, which may hold many tensors, one line for all."""
+    of_frame: dict[tuple[object, ...], list[ArchiveFinding]] = {}
+    for i, f in enumerate(findings):
+        of_frame.setdefault((f.what, f.file_start, f.file_end, i if f.file_start is None else None), []).append(f)
+    lines = []
+    for found in of_frame.values():
+        more = list_first(printable(f.tensor or f.member or "") for f in found[1:])
+        lines.append(f"{found[0]}" + (f". The same frame holds {more}" if more else ""))
+    return lines
 
 
 @dataclass

@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from commands import ckpttool_here
 from pages import program
 from peers import FIXTURES, load_dcp, load_full, same_value
 from safetensors import safe_open
@@ -717,3 +718,17 @@ def test_what_no_reader_would_take_is_not_written(tmp_path: Path) -> None:
     archived(tmp_path / "s.pt", tmp_path / "a.tar.zst")
     restore(str(tmp_path / "a.tar.zst"), tmp_path / "b.pt", to="full")
     assert torch.load(tmp_path / "b.pt", weights_only=True)["text"] == "x" * 10_000_000
+
+
+def test_a_damaged_frame_of_many_tensors_is_one_line(tmp_path: Path) -> None:
+    torch.save({"model": {f"layer.{i}.weight": torch.randn(8, 8) for i in range(50)}}, tmp_path / "s.pt")
+    ckpttool.export(tmp_path / "s.pt", tmp_path / "a.tar.zst")
+    raw = bytearray((tmp_path / "a.tar.zst").read_bytes())
+    raw[len(raw) // 2] ^= 1
+    (tmp_path / "a.tar.zst").write_bytes(raw)
+    done = ckpttool_here("audit", "verify", tmp_path / "a.tar.zst")
+    assert done.returncode == 4 and done.stdout.count("the frame has CRC32") == 1
+    (line,) = done.stdout.splitlines()
+    assert line.startswith("wrong: ") and line.endswith(" and 46 more") and "The same frame holds model.layer." in line
+    found = json.loads(ckpttool_here("audit", "verify", tmp_path / "a.tar.zst", "--json").stdout)
+    assert len({f["tensor"] for f in found["findings"]}) == 50

@@ -120,10 +120,13 @@ def _print_verdict(found: ArchiveVerdict, seconds: float, quiet: bool) -> None:
         )
     for text in found.warnings:
         note(f"warning: {text}.")
-    for f in found.findings[:_SHOWN]:
-        say(f"wrong: {f}")
-    if len(found.findings) > _SHOWN:
-        say(f"... {len(found.findings) - _SHOWN} more")
+    from ...audit.archive_hashing import describe_findings
+
+    wrong = describe_findings(found.findings)
+    for text in wrong[:_SHOWN]:
+        say(f"wrong: {text}")
+    if len(wrong) > _SHOWN:
+        say(f"... {len(wrong) - _SHOWN} more")
     if found.findings:
         raise Corrupt(found.describe_damage(), code="CKPT0425")
     from ...engine.inspect import human
