@@ -383,8 +383,9 @@ def draw_summary(s: Summary) -> RenderableType:
     for fact in facts:
         if fact:
             head.append(f" · {printable(str(fact))}")
-    head.append(f" · {s.tensors:,} tensors, {human(s.bytes)}")
-    head.append(f" · {count_noun(s.files, 'file')}, {human(s.file_bytes)} on disk")
+    head.append(f" · {count_noun(s.tensors, 'tensor')}, {human(s.bytes)}")
+    there = "in the store" if urls.is_url(s.path) else "on disk"
+    head.append(f" · {count_noun(s.files, 'file')}, {human(s.file_bytes)} {there}")
     parts: list[RenderableType] = [head]
     if s.adapter:
         a = s.adapter

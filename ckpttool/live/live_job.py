@@ -154,7 +154,8 @@ class LiveJob:
             problems += self._match_scheduler()
         if problems or contents:
             kind = Unsupported if contents else DoesNotFit
-            raise kind(f"{self.opened.path} does not fit the job:\n  " + "\n  ".join([*contents, *problems]))
+            listing = "\n".join(f"  {text}" for text in [*contents, *problems])
+            raise kind(f"{self.opened.path} does not fit the job:", listing=listing)
         self._read_rest()
         for name in self._leaf_names(self.wanted, ()):
             if self.opened.names.find(name) != name:

@@ -537,3 +537,12 @@ def test_leaves_have_the_names_that_dcp_gives_them() -> None:
 def test_differences_are_exact(live: Any, want: Any) -> None:
     assert first_difference(live, want) is not None
     assert first_difference(want, want) is None and first_difference(copy.deepcopy(live), live) is None
+
+
+def test_every_difference_is_a_line(tmp_path: Path) -> None:
+    torch.save({"model": {"conv.weight": torch.ones(2, 2), "other.weight": torch.ones(3)}}, tmp_path / "a.pt")
+    with pytest.raises(DoesNotFit) as e:
+        ckpttool.load(nn.Sequential(nn.Linear(2, 2)), None, tmp_path / "a.pt")
+    head, *lines = str(e.value).splitlines()
+    assert head.endswith("does not fit the job:") and len(lines) >= 2
+    assert all(line.startswith("  the ") and "\\n" not in line for line in lines)

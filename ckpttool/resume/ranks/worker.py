@@ -405,7 +405,7 @@ def _load_checkpoint(
             out.notes.extend(loaded.notes)
             cost.bytes = loaded.bytes
         except CkpttoolError as e:
-            problem, fits = str(e), not isinstance(e, DoesNotFit)
+            problem, fits = " ".join(str(e).split()), not isinstance(e, DoesNotFit)
         except (RuntimeError, ValueError, KeyError) as e:  # torch's own, where it sets the state of a live job
             problem = f"{type(e).__name__}: {e}"
 

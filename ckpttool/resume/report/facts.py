@@ -177,11 +177,17 @@ def _facts_of(trace: Trace) -> dict[str, str]:
         "batch": batch,
         "data": escape_unprintable(trace.data or "", 80)
         + ("" if trace.seed is None or trace.data == OF_BUILD else f", seed {trace.seed}"),
-        "job": escape_unprintable(trace.recipe or "", 80),
+        "job": _describe_recipe(trace.recipe),
         "scheduler": escape_unprintable(trace.scheduler or "", 40),
         "clipping": "" if trace.clip is None else f"grad norm {format_number(trace.clip)}",
         "dropout": "on" if trace.dropout else "switched off" if trace.dropout_off else "",
     }
+
+
+def _describe_recipe(recipe: str | None) -> str:
+    """Return a text on what the job was built from: module.py:build, or the model of a configuration; "" for None."""
+    shown = escape_unprintable(recipe or "", 80)
+    return shown if not shown or ":" in shown else f"the model of config.json in {shown}"
 
 
 def _describe_loaders(trace: Trace) -> str:
