@@ -50,6 +50,7 @@ from ckpttool.index.draft import Draft, Dropped
 from ckpttool.index.names import canonical
 from ckpttool.index.trees import nest
 from ckpttool.layouts import Layout, Place, ReadOptions, WriteOptions, checkpoint_of, known_orders, tree_of
+from ckpttool.printable import count_noun
 from ckpttool.program import Advice, Program
 from ckpttool.storage import source
 from ckpttool.storage.source import Source
@@ -183,8 +184,8 @@ def write(ckpt: Checkpoint, source: Source, options: WriteOptions) -> Draft:
     tree, notes = tree_of(collapse_composites(leaves), ckpt.origin, same_bytes, options)
     if arrays:
         notes.append(
-            f"{len(arrays)} values hold numpy arrays, first {arrays[0]}; they are torch tensors in this file, since "
-            "torch.load(weights_only=True) refuses numpy"
+            f"numpy arrays in {count_noun(len(arrays), 'value')}, first {arrays[0]}, are torch tensors in this file, "
+            "since torch.load(weights_only=True) refuses numpy"
         )
 
     def ref(t: TensorEntry) -> torch_pickles.TensorRef:

@@ -83,11 +83,11 @@ class ConvertResult(Shown):
         equal = ", read back and equal" if self.verified else ", not read back"
         yield f"{self.source} -> {self.destination}"
         yield (
-            f"{self.layout_from} -> {self.layout_to}{ranks}: {self.tensors:,} tensors, "
+            f"{self.layout_from} -> {self.layout_to}{ranks}: {count_noun(self.tensors, 'tensor')}, "
             f"{human(self.written_bytes)}{equal}"
         )
         if self.dropped:
-            yield f"left behind: {len(self.dropped):,} entries, first {self.dropped[0][0]}"
+            yield f"left behind: {count_noun(len(self.dropped), 'entry', 'entries')}, first {self.dropped[0][0]}"
         for text in self.notes:
             yield f"note: {text}"
         for component, root in self.digest.items():

@@ -17,7 +17,7 @@ from ..huggingface import lora
 from ..index import boxes
 from ..index.checkpoint import NOT_TORCHS, PACKED, Checkpoint, TensorEntry
 from ..options import Search, list_keywords
-from ..printable import Shown
+from ..printable import Shown, count_noun
 from .copy.dtypes import numbers
 from .copy.fill import Progress, silent
 from .copy.stream import Block, Reader, StreamJob, side_by_side
@@ -101,8 +101,8 @@ class Difference(Shown):
             yield f"data: ... {len(self.data) - 50} more tensors"
         close = f" ({self.within_tolerance} within the tolerance)" if self.within_tolerance else ""
         yield (
-            f"{'equal' if self.equal else 'different'}: {self.tensors:,} tensors in both, {len(self.data)} with other "
-            f"values{close}"
+            f"{'equal' if self.equal else 'different'}: {count_noun(self.tensors, 'tensor')} in both, "
+            f"{len(self.data)} with other values{close}"
         )
 
 

@@ -17,7 +17,7 @@ from ..index.checkpoint import Checkpoint, Record, Salvage, Value, joined, ranks
 from ..index.draft import Dropped
 from ..index.param_groups import names_by_group
 from ..options import MergeRequest, OpenOptions, ReadKeywords, list_keywords
-from ..printable import list_first
+from ..printable import count_noun, list_first
 from ..progress import log_detail, log_step
 from ..storage.source import Source, raise_file_limit
 from ..storage.urls import UNFINISHED
@@ -286,7 +286,8 @@ class OpenCheckpoint(Mapping[str, "TensorHandle"]):
     def __repr__(self) -> str:
         ckpt = self.checkpoint
         return (
-            f"<{type(self).__name__} {ckpt.layout} {ckpt.root}: {len(ckpt.tensors):,} tensors, {ckpt.nbytes:,} bytes>"
+            f"<{type(self).__name__} {ckpt.layout} {ckpt.root}: {count_noun(len(ckpt.tensors), 'tensor')}, "
+            f"{ckpt.nbytes:,} bytes>"
         )
 
     def __enter__(self) -> OpenCheckpoint:

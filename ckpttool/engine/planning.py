@@ -80,11 +80,11 @@ class Plan(Shown):
         draft, ckpt = self.draft, self.draft.checkpoint
         ranks = f" for {count_noun(ckpt.world_size, 'rank')}" if ckpt.world_size else ""
         yield (
-            f"{self.opened.layout.name} -> {self.target.name}{ranks}: {len(ckpt.tensors):,} tensors, "
-            f"{unread_files.human(draft.nbytes)} in {len(draft.files):,} files"
+            f"{self.opened.layout.name} -> {self.target.name}{ranks}: {count_noun(len(ckpt.tensors), 'tensor')}, "
+            f"{unread_files.human(draft.nbytes)} in {count_noun(len(draft.files), 'file')}"
         )
         if dropped := self.account.dropped:
-            yield f"left behind: {len(dropped):,} entries, first {dropped[0].name}"
+            yield f"left behind: {count_noun(len(dropped), 'entry', 'entries')}, first {dropped[0].name}"
 
     def __enter__(self) -> Plan:
         return self
@@ -539,7 +539,7 @@ def _check_optimizer(ckpt: Checkpoint, target: layouts.Layout, drop: bool) -> No
         )
     if odd := orphaned_optimizer_state(ckpt):
         ckpt.notes.append(
-            f"the optimizer has state for {len(odd)} parameters that the model does not have, first "
+            f"the optimizer has state for {count_noun(len(odd), 'parameter')} that the model does not have, first "
             f'"{odd[0]}": are the two of one training run?'
         )
     if lost_slots := find_per_rank_slots(ckpt):

@@ -15,7 +15,7 @@ from ..formats import safetensors_header
 from ..index.checkpoint import Checkpoint, TensorEntry
 from ..index.draft import Draft
 from ..options import Progress, ReadKeywords, WriteRequest, list_keywords, silent
-from ..printable import Shown
+from ..printable import Shown, count_noun
 from ..storage import urls
 from ..storage.buffers import IOBudget
 from .conservation import find_other_values
@@ -120,7 +120,7 @@ class VerifyResult(Shown):
 
     def lines(self) -> Iterator[str]:
         """Yield what was checked and found."""
-        yield f"{self.layout}: {self.tensors:,} tensors, {human(self.bytes)}: structure ok"
+        yield f"{self.layout}: {count_noun(self.tensors, 'tensor')}, {human(self.bytes)}: structure ok"
         if self.salvage is not None:
             lost, made = self.salvage["missing"], self.salvage["rebuilt"]
             yield (

@@ -22,6 +22,7 @@ from math import prod
 from typing import Any, NamedTuple, TypeVar, overload
 
 from ..errors import Corrupt, UsageError
+from ..printable import count_noun
 from .paths import HasPath, Number, Path, joined
 from .trainer_trees import fuses_parameters
 
@@ -472,7 +473,8 @@ class Checkpoint:
 
     def __repr__(self) -> str:
         return (
-            f"<{type(self).__name__} {self.layout} {self.root}: {len(self.tensors):,} tensors, {self.nbytes:,} bytes>"
+            f"<{type(self).__name__} {self.layout} {self.root}: {count_noun(len(self.tensors), 'tensor')}, "
+            f"{self.nbytes:,} bytes>"
         )
 
     @property

@@ -15,7 +15,7 @@ from typing import Any, Unpack
 from ... import layouts
 from ...errors import CkpttoolError, IncompleteWeights, NotRecognised, RemoteError, Unsupported, UsageError, argument
 from ...options import HUB_LAYOUT, Search, list_keywords
-from ...printable import Shown
+from ...printable import Shown, count_noun
 from ...storage import urls
 from ...storage.source import Source
 from .. import salvage
@@ -73,7 +73,8 @@ class Diagnosis(Shown):
         if self.layout is not None:
             lost = f", {len(self.missing):,} lost" if self.missing else ""
             made = f", {len(self.rebuilt):,} can be rebuilt" if self.rebuilt else ""
-            yield f"{self.layout}: {self.exact:,} tensors are whole, {human(self.exact_bytes)}{made}{lost}"
+            whole = count_noun(self.exact, "tensor is", "tensors are")
+            yield f"{self.layout}: {whole} whole, {human(self.exact_bytes)}{made}{lost}"
         elif not self.sound:
             yield "nothing of it can be read"
         names = list(self.missing.items())
