@@ -158,7 +158,9 @@ def convert(
             "submitted again",
             quiet,
         )
-    compared = f", {done.compared:,} tensors have the recorded digests" if done.compared else ""
+    compared = (
+        f", {count_noun(done.compared, 'tensor has', 'tensors have')} the recorded digests" if done.compared else ""
+    )
     print_result(done, done.layout_from, meter, quiet, describe_read_back(done) + compared)
 
 
@@ -186,7 +188,7 @@ def print_plan(found: DryRun, verbose: bool) -> None:
     world = f" for {count_noun(found.world_size, 'rank')}" if found.world_size else ""
     room = "" if found.free_bytes is None else f", {human(found.free_bytes)} free there"
     say(
-        f"{found.layout_from} -> {found.layout_to}{world}: {found.tensors:,} tensors, about "
+        f"{found.layout_from} -> {found.layout_to}{world}: {count_noun(found.tensors, 'tensor')}, about "
         f"{human(found.written_bytes)}{room}"
     )
     say(

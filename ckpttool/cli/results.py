@@ -38,7 +38,7 @@ def print_result(done: ConvertResult, source: str, meter: Meter, quiet: bool, mo
 
     where = f" for {count_noun(done.world_size, 'rank')}" if done.world_size else ""
     note(
-        f"{source} -> {done.layout_to}{where}: {done.tensors:,} tensors, {human(done.written_bytes)} in "
+        f"{source} -> {done.layout_to}{where}: {count_noun(done.tensors, 'tensor')}, {human(done.written_bytes)} in "
         f"{meter.seconds:.1f} s, {describe_memory()}{more}",
         quiet,
     )

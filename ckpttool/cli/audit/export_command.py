@@ -10,6 +10,7 @@ import typer
 
 from ...errors import UsageError
 from ...options import OpenOptions, RunOptions, WriteRequest
+from ...printable import count_noun
 from ..help import READING, about
 from ..shared_options import add_shared_options
 from ..terminal import (
@@ -208,7 +209,7 @@ def export(
         note(f"note: {text}", quiet)
     f = done.facts
     note(
-        f"{done.result.layout_from} -> {f.name}: {f.tensors:,} tensors, {human(f.tensor_bytes)} in {human(f.bytes)} "
+        f"{done.result.layout_from} -> {f.name}: {count_noun(f.tensors, 'tensor')}, {human(f.tensor_bytes)} in {human(f.bytes)} "
         f"(ratio {f.tensor_bytes / max(1, f.bytes):.2f}), {meter.seconds:.1f} s, {describe_memory()}"
         + (", read back and equal" if done.result.verified else ", not read back"),
         quiet,
