@@ -157,7 +157,7 @@ def test_results_are_drawn_once_in_a_notebook_and_are_no_dump(tmp_path: Path, mo
     ):  # fmt: skip
         assert word in str(found) and len(found._repr_html_()) < 2000
     with ckpttool.plan(a, tmp_path / "x", to="hf") as plan:
-        assert "full -> hf: 1 tensors" in str(plan) and plan._repr_html_() and "object at 0x" not in str(plan)
+        assert "full -> hf: 1 tensor," in str(plan) and plan._repr_html_() and "object at 0x" not in str(plan)
 
 
 def test_a_difference_is_true_and_a_summary_draws_itself(tmp_path: Path) -> None:

@@ -158,9 +158,8 @@ def convert(
             "submitted again",
             quiet,
         )
-    compared = (
-        f", {count_noun(done.compared, 'tensor has', 'tensors have')} the recorded digests" if done.compared else ""
-    )
+    tensors = count_noun(done.compared, "tensor has", "tensors have")
+    compared = f", {tensors} the recorded digests" if done.compared else ""
     print_result(done, done.layout_from, meter, quiet, describe_read_back(done) + compared)
 
 

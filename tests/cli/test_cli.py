@@ -610,7 +610,7 @@ def test_an_optimizer_of_another_model_is_carried_and_said(tmp_path: Path) -> No
     tree = {"model": {"w": torch.ones(2)}, "optim": {"state": {"v": {"exp_avg": torch.ones(2)}}, "param_groups": []}}
     torch.save(tree, tmp_path / "two.pt")
     result = ckpttool.convert(tmp_path / "two.pt", tmp_path / "out", to="dcp", world_size=2)
-    assert [n for n in result.notes if "state for 1 parameters that the model does not have" in n]
+    assert [n for n in result.notes if "state for 1 parameter that the model does not have" in n]
     assert "optim.state.v.exp_avg" in ckpttool.digest(tmp_path / "out").tensors
     assert any("does not have, first v" in n for n in ckpttool.inspect(tmp_path / "two.pt").missing)
 

@@ -209,8 +209,8 @@ def export(
         note(f"note: {text}", quiet)
     f = done.facts
     note(
-        f"{done.result.layout_from} -> {f.name}: {count_noun(f.tensors, 'tensor')}, {human(f.tensor_bytes)} in {human(f.bytes)} "
-        f"(ratio {f.tensor_bytes / max(1, f.bytes):.2f}), {meter.seconds:.1f} s, {describe_memory()}"
+        f"{done.result.layout_from} -> {f.name}: {count_noun(f.tensors, 'tensor')}, {human(f.tensor_bytes)} in "
+        f"{human(f.bytes)} (ratio {f.tensor_bytes / max(1, f.bytes):.2f}), {meter.seconds:.1f} s, {describe_memory()}"
         + (", read back and equal" if done.result.verified else ", not read back"),
         quiet,
     )

@@ -138,11 +138,8 @@ def _print_verdict(found: ArchiveVerdict, seconds: float, quiet: bool) -> None:
         "ciphertext": f"the ciphertext as it was written{f', by {found.against}' if found.against else ''}; not looked "
         "into",
     }
-    said = (
-        f"{count_noun(found.tensors, 'tensor')}, {human(found.tensor_bytes)}"
-        if found.merkle_root
-        else human(found.file_bytes)
-    )
+    tensors = f"{count_noun(found.tensors, 'tensor')}, {human(found.tensor_bytes)}"
+    said = tensors if found.merkle_root else human(found.file_bytes)
     note(f"{found.path}: sound ({what[found.depth]}); {said}; {seconds:.1f} s, {describe_memory()}", quiet)
     say(f"signature   {found.signature}")
     say(f"ledger      {found.ledger or 'none beside it to compare with'}")
