@@ -350,14 +350,15 @@ def _note_keys(ckpt: Checkpoint, draft: Draft, target: layouts.Layout, asked: Ma
     `asked` for.
 
     Raises:
-        Unsupported: a checkpoint with the keys that were asked for could not be read again.
+        UsageError: a checkpoint with the keys that were asked for could not be read again.
     """
     readable = CANONICAL_KEYS_NOTE not in draft.notes
     if asked and not readable:
-        raise Unsupported(
+        raise UsageError(
             f"{argument('keys')} {', '.join(f'{name}={key}' for name, key in asked.items())}: a checkpoint with these "
             "keys could not be read again, since they do not tell which part is the model and which the optimizer. "
-            "Choose others."
+            "Choose others.",
+            code="CKPT0203",
         )
     theirs = target.own_keys and any(p[0] in ("model", "optim") for p in ckpt.origin)
     if theirs and readable and not asked:
@@ -399,9 +400,7 @@ def _refuse_request(target: layouts.Layout, writing: WriteRequest) -> None:
     for name in ("canonical_keys", "keys"):
         if getattr(writing, name) and not target.own_keys:
             keep = ", ".join(x.name for x in layouts.layouts().values() if x.own_keys)
-            raise UsageError(
-                f"{argument(name)} applies to {keep}; {target.name} has keys of its own.", code="CKPT0205"
-            )
+            raise UsageError(f"{argument(name)} applies to {keep}; {target.name} has keys of its own.", code="CKPT0205")
     if writing.quantize is not None:
         refuse_scheme(writing.quantize)
         if target.name != HUB_LAYOUT or target.is_file:

@@ -43,7 +43,9 @@ def replace_modules(tree: Any, what: str, notes: list[str]) -> Any:
     entries = list(_list_entries(tree, "", labelled, frozenset(), iter(range(_MOST_MODULES)), what))
     found = dict(entries)
     if len(found) < len(entries):
-        raise Corrupt(f"{what}: a {tree.cls} has two tensors of one name, which no module of torch has.")
+        raise Corrupt(
+            f"{what}: a {tree.cls} has two tensors of one name, which no module of torch has.", code="CKPT0407"
+        )
     if not found:
         return tree
     kept = {t.extent for t in tensors_in(found)}
@@ -92,13 +94,17 @@ def _list_entries(
         Unsafe: there are too many modules.
     """
     if next(numbers, None) is None:
-        raise Unsafe(f"{what}: a pickled module has more than {_MOST_MODULES:,} modules, which no model has.")
+        raise Unsafe(
+            f"{what}: a pickled module has more than {_MOST_MODULES:,} modules, which no model has.", code="CKPT0704"
+        )
     if isinstance(module, BackReference):
         module = labelled.get(module.label)
     if (attributes := _find_attributes(module)) is None:
         return
     if id(module) in around:
-        raise Unsupported(f"{what}: the module {prefix.rstrip('.')!r} contains itself, so it has no state dict.")
+        raise Unsupported(
+            f"{what}: the module {prefix.rstrip('.')!r} contains itself, so it has no state dict.", code="CKPT0307"
+        )
     passing = attributes.get("_non_persistent_buffers_set")
     buffers = {n: x for n, x in attributes["_buffers"].items() if not isinstance(passing, set) or n not in passing}
     for name, x in (*attributes["_parameters"].items(), *buffers.items()):

@@ -569,10 +569,14 @@ def name_components(ckpt: Checkpoint, keys: Mapping[str, str]) -> Checkpoint:
     """
     have = {p[0] for p in ckpt.leaves()}
     if odd := [name for name in keys if name not in have]:
-        raise UsageError(f"{argument('keys', odd)}: the checkpoint holds {', '.join(sorted(map(str, have)))}.")
+        raise UsageError(
+            f"{argument('keys', odd)}: the checkpoint holds {', '.join(sorted(map(str, have)))}.", code="CKPT0207"
+        )
     own = {(name,): tuple(key.split(".")) for name, key in keys.items()}
     if len({*own.values()}) < len(own) or not all(all(path) for path in own.values()):
-        raise UsageError(f"{argument('keys')} {', '.join(keys.values())}: each component needs a key of its own.")
+        raise UsageError(
+            f"{argument('keys')} {', '.join(keys.values())}: each component needs a key of its own.", code="CKPT0203"
+        )
     kept = {q: p for q, p in ckpt.origin.items() if q[0] not in keys}
     return replace(ckpt, origin={q: p for q, p in (kept | own).items() if q != p})
 

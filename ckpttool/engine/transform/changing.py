@@ -64,7 +64,9 @@ def change_tensors(
         names = fnmatch.filter(ckpt.tensors, pattern)
         if not names:
             first = next(iter(ckpt.tensors), "none")
-            raise UsageError(f"change {pattern!r}: no tensor has such a name. The first name is {first}.")
+            raise UsageError(
+                f"change {pattern!r}: no tensor has such a name. The first name is {first}.", code="CKPT0207"
+            )
         chosen |= dict.fromkeys(names, function)
     # parameters of an optimizer may share a step in a file, and are not tied by that
     tied = tied_weights({n: t for n, t in ckpt.tensors.items() if t.component == "model"})
@@ -72,7 +74,8 @@ def change_tensors(
         if chosen.get(name) is not chosen.get(kept):
             raise UsageError(
                 f'change: "{name}" and "{kept}" are one tensor under two names (tied weights). Change '
-                "both with one function, so that they stay equal."
+                "both with one function, so that they stay equal.",
+                code="CKPT0223",
             )
     _refuse_codes(ckpt, beside, chosen)
     files, reader, tensors = ComputedFiles(ckpt), BoxReader(ckpt, source), dict(ckpt.tensors)
@@ -116,7 +119,8 @@ def _refuse_codes(ckpt: Checkpoint, beside: Source | None, chosen: Mapping[str, 
         if name in parts or codes.describe(name):
             raise Unsupported(
                 f'change: "{name}" holds codes or scales, whose numbers mean something only together. '
-                f"{argument('dequantize', ['*'])} makes plain numbers of them first."
+                f"{argument('dequantize', ['*'])} makes plain numbers of them first.",
+                code="CKPT0318",
             )
 
 
@@ -156,11 +160,12 @@ def _apply(
     if found.shape != shape:
         raise UsageError(
             f'change: the function made {list(found.shape)} of {list(shape)} of "{name}"; it has to '
-            "return an array of the same shape."
+            "return an array of the same shape.",
+            code="CKPT0223",
         )
     flat, dtype = np.ascontiguousarray(found).reshape(-1), found.dtype.name
     if dtype != t.dtype and not {dtype, t.dtype} <= FLOATING:
-        raise UsageError(f'change: the function made {dtype} of "{name}", which is {t.dtype}.')
+        raise UsageError(f'change: the function made {dtype} of "{name}", which is {t.dtype}.', code="CKPT0223")
     out, lost = cast_array(flat, dtype, t.dtype)
     if lost:
         raise Unsupported(
