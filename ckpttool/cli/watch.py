@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import gc
 import json
+import os
 import shlex
 import sys
-from contextlib import closing
+from contextlib import ExitStack, closing
 from dataclasses import replace
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 
@@ -19,10 +20,6 @@ from ..watching.request import WatchRequest
 from .help import about
 from .shared_options import add_shared_options
 from .terminal import Json, Quiet, note, say
-
-if TYPE_CHECKING:
-    from ..watching.metrics import MetricsServer
-    from ..watching.watch import Watcher
 
 __all__ = ["watch"]
 
@@ -50,7 +47,7 @@ def watch(
     """Prove each save of a running job: bytes, numbers and steps; latest.verified leads to the newest good one."""
     from ..watching.gentle import lower_priority
     from ..watching.journal import open_journal
-    from ..watching.metrics import MetricsServer
+    from ..watching.metrics import MetricsServer, render_watch_metrics, write_metrics
     from ..watching.watch import Watcher
 
     request = replace(request, reading=reading)
@@ -58,51 +55,44 @@ def watch(
     gc.enable()  # this process may live for months
     lower_priority()
 
-    def tell(event: dict[str, Any]) -> None:
-        """Print an event on stdout, as a line of JSON or for people."""
-        if as_json:
-            say(json.dumps(event))
-        else:
-            for line in describe_event(event):
-                say(printable(line))
-        sys.stdout.flush()
-
-    with open_journal(folder, run) as journal:
-        watcher = Watcher(run, request, journal, tell)
-        note(f"watching {watcher.run}; journal and latest.verified in {folder}", quiet)
-        if request.job_metrics is None:
-            _watch(watcher, request, None)
-        else:
-            server = MetricsServer(request.metrics_address, request.job_metrics)
+    with ExitStack() as held:
+        journal = held.enter_context(open_journal(folder, run))
+        note(f"watching {os.path.abspath(run)}; journal and latest.verified in {folder}", quiet)
+        server = None
+        if request.job_metrics is not None:
+            server = held.enter_context(closing(MetricsServer(request.metrics_address, request.job_metrics)))
             note(f"metrics at http://{request.metrics_address}:{server.port}/metrics", quiet)
-            with closing(server):
-                _watch(watcher, request, server)
+
+        def publish() -> None:
+            """Render the metrics as they are now."""
+            if server is not None or request.metrics is not None:
+                text = render_watch_metrics(watcher)
+                if server is not None:
+                    server.text = text
+                if request.metrics is not None:
+                    write_metrics(request.metrics, text)
+
+        def tell(event: dict[str, Any]) -> None:
+            """Print an event on stdout, as a line of JSON or for people; the metrics have it then."""
+            publish()
+            for line in [json.dumps(event)] if as_json else map(printable, describe_event(event)):
+                say(line)
+            sys.stdout.flush()
+
+        watcher = Watcher(run, request, journal, tell)
+        try:
+            publish()
+            if request.once:
+                watcher.watch_once()
+                publish()
+            else:
+                watcher.watch(publish)
+        except KeyboardInterrupt:
+            if request.once:
+                raise Interrupted("stopped; the same command goes on where this one was.") from None
+            note("stopped; the same command goes on where this one was")  # the usual end of a watch
         if request.once and (code := watcher.exit_code()):
             raise typer.Exit(code)
-
-
-def _watch(watcher: Watcher, request: WatchRequest, server: MetricsServer | None) -> None:
-    """Watch, and keep the metrics up to date."""
-    from ..watching.metrics import render_watch_metrics, write_metrics
-
-    def publish() -> None:
-        """Render the metrics anew."""
-        text = render_watch_metrics(watcher)
-        if server is not None:
-            server.text = text
-        if request.metrics is not None:
-            write_metrics(request.metrics, text)
-
-    try:
-        if request.once:
-            watcher.watch_once()
-            publish()
-        else:
-            watcher.watch(publish)
-    except KeyboardInterrupt:
-        if request.once:
-            raise Interrupted("stopped; the same command goes on where this one was.") from None
-        note("stopped; the same command goes on where this one was")  # the usual end of a watch
 
 
 def describe_event(event: dict[str, Any]) -> list[str]:

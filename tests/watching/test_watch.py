@@ -472,8 +472,6 @@ def test_metrics_are_served_and_written(job: Job, tmp_path: Path) -> None:
     try:
         port = [process.stderr.readline() for _ in range(2)][1].rpartition(":")[2].partition("/")[0]
         assert "step-1: verified" in process.stdout.readline() and "FAILED" in process.stdout.readline()
-        while not (tmp_path / "w.prom").exists():
-            time.sleep(0.02)
         text = urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=10).read().decode()
         with pytest.raises(urllib.error.HTTPError):
             urllib.request.urlopen(f"http://127.0.0.1:{port}/other", timeout=10)
