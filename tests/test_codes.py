@@ -16,7 +16,7 @@ import pytest
 from commands import ckpttool_here
 
 from ckpttool import errors
-from ckpttool.cli.main import list_commands
+from ckpttool.cli.main import list_commands, list_flags
 from ckpttool.codes import Code, code_number, load_codes
 from ckpttool.engine.workers.part_requests import encode_error, parse_answer
 
@@ -99,6 +99,13 @@ def test_the_commands_of_every_entry_are_ones_that_their_parsers_take() -> None:
             assert program == "ckpttool" and (name or words[0] in ("--version", "--help")), line
             if name and "--help" not in words:
                 commands[name].make_context(name, words[len(name.split()) :])
+
+
+def test_every_option_that_the_catalogue_names_is_one_of_a_command() -> None:
+    every = frozenset().union(*(list_flags(command) for _, command in list_commands())) | {"--help", "--install-completion"}
+    for code, e in KNOWN.items():
+        named = re.findall(r"(?<![\w-])--[a-z][a-z-]*[a-z]", f"{e['means']} {e['why']} {e['do']}")
+        assert set(named) <= every, code
 
 
 def test_the_code_of_every_place_has_the_exit_code_of_its_class() -> None:

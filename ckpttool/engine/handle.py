@@ -21,6 +21,7 @@ from ..extras import require_packages
 from ..index import boxes
 from ..index.check import check_chunk
 from ..index.checkpoint import ITEMSIZE, NOT_TORCHS, Checkpoint, Chunk, Chunks, TensorEntry
+from ..printable import printable
 from ..storage.buffers import IOBudget
 from .copy.dtypes import numbers, numpy_dtype
 from .copy.stream import Reader, StreamJob
@@ -47,7 +48,7 @@ class UnknownTensor(UsageError, KeyError):
     """The checkpoint has no tensor of that name. A KeyError too, as that of a dict."""
 
     def __str__(self) -> str:
-        return str(self.args[0])
+        return printable(str(self.args[0]))
 
 
 def make_handle(opened: OpenCheckpoint, name: str) -> TensorHandle:
