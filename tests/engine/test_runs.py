@@ -6,6 +6,7 @@ import json
 import os
 import shutil
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from stores import Flaky, moto
 import ckpttool
 from ckpttool.engine.runs import describe_age, list_run
 from ckpttool.errors import NotRecognised
+from ckpttool.storage import remote
 
 TRAINERS = FIXTURES / "trainers"
 DDP = TRAINERS / "trainer_ddp" / "ckpt" / "checkpoint-3"
@@ -213,6 +215,14 @@ def test_a_run_in_a_store_is_listed_with_few_requests(monkeypatch: pytest.Monkey
         assert found["step-290"]["newest"] and found["step-290"]["world_size"] == 3
         assert f"convert {url}/run/step-10 OUT" in found["step-10"]["next_step"]
         assert list(rows(f"{url}/run/step-20")) == [""]
+        for more in ({"names": 50}, {}):  # too many names for one listing; one that leads elsewhere
+            monkeypatch.setattr(remote, "LIMITS", replace(remote.LIMITS, **more))
+            client.put_object(Bucket=bucket, Key="run/a//b", Body=b"" if more else b"x")
+            proxy.seen.clear()
+            again = rows(f"{url}/run")
+            assert len(proxy.seen) > 30 and {n: s["bytes"] for n, s in again.items()} == {
+                n: s["bytes"] for n, s in found.items()
+            }
         assert run("ls", f"{url}/none").returncode == 3
 
 
