@@ -362,6 +362,8 @@ class _Plan:
             if archive := next((n for n in names if n.endswith(suffixes)), None):
                 return f"it holds the archive {archive}; `ckpttool audit prune` minds its retention and holds"
             step = detection.find_step(os.path.basename(folder))
+            if any(x.saves and x.saves.folder in os.path.basename(folder) for x in layouts.layouts().values()):
+                continue  # a save inside a trainer's, which may count other steps
             if step is not None and step != save.steps[0].step and save.steps[0].step is not None and names:
                 return f"it holds {os.path.relpath(folder, self.source.root)}, of another step"
         return ""

@@ -23,7 +23,7 @@ from ..storage.source import Source
 
 __all__ = ["best_of", "read_metrics"]
 
-_MOST_BYTES = 64 << 20  # of a JSON file
+_MOST_BYTES = 16 << 20  # of a JSON file, and of a line of a log
 _BLOCK = 1 << 20
 _STEP_KEYS = ("step", "global_step", "iteration")
 
@@ -82,7 +82,8 @@ def _read_log(
     """Yield (step, number) of a file of the run, for these steps.
 
     Raises:
-        UsageError: there is no such file, or it is neither JSON nor JSON objects, one a line.
+        UsageError: there is no such file, or a line of it is too long. Corrupt: it is neither JSON nor JSON objects,
+            one a line.
     """
     if os.path.isabs(file):
         folder, file = os.path.split(file)
@@ -92,24 +93,21 @@ def _read_log(
             f"{argument('keep_best')}: no step has a file {file}, and {source.root} has none.", code="CKPT0212"
         )
     wanted = set(steps)
-    lines = 0
-    for line in _read_lines(source, file):
+    for n, (line, ended) in enumerate(_read_lines(source, file), 1):
         try:
-            data = parse(line, f"{file}, line {lines + 1}")
+            data = parse(line, f"{file}, line {n}")
         except CkpttoolError:
-            if lines:
+            if not ended and n > 1:  # it is being written
+                return
+            if n > 1:
                 raise
-            break  # no log: JSON on several lines
-        lines += 1
-        entries = data if isinstance(data, list) else [data]
-        for entry in entries:
-            number = _step_of(entry, step_keys)
-            if number in wanted:
+            yield from _numbers_of_all(parse(source.read_all(file, _MOST_BYTES), file), key, wanted, step_keys, file)
+            return  # JSON on several lines
+        for entry in data if isinstance(data, list) else [data]:
+            if (number := _step_of(entry, step_keys)) in wanted:
                 yield from ((number, x) for x in _numbers_at(entry, key, number, step_keys, file))
-            elif number is None and lines == 1:
-                yield from _numbers_of_all(entry, key, wanted, step_keys, file)
-    if not lines:
-        yield from _numbers_of_all(parse(source.read_all(file, _MOST_BYTES), file), key, wanted, step_keys, file)
+        if n == 1:
+            yield from _numbers_of_all(data, key, wanted, step_keys, file)
 
 
 def _numbers_of_all(
@@ -120,16 +118,24 @@ def _numbers_of_all(
         yield from ((number, x) for x in _numbers_at(data, key, number, step_keys, file, only_lists=True))
 
 
-def _read_lines(source: Source, file: str) -> Iterator[bytes]:
-    """Yield the lines of a file that are not empty; a line has at most a MiB."""
+def _read_lines(source: Source, file: str) -> Iterator[tuple[bytes, bool]]:
+    """Yield (line, whether the end of a line is behind it) of the lines of a file that are not empty.
+
+    Raises:
+        UsageError: a line has more than `_MOST_BYTES` bytes.
+    """
     size, left = source.size(file), b""
     for at in range(0, size, _BLOCK):
         *lines, left = (left + source.read(file, at, min(_BLOCK, size - at))).split(b"\n")
-        yield from (line for line in lines if line.strip())
-        if len(left) > _BLOCK:
-            return
+        yield from ((line, True) for line in lines if line.strip())
+        if len(left) > _MOST_BYTES:
+            raise UsageError(
+                f"{argument('keep_best')}: a line of {file} has more than {_MOST_BYTES:,} bytes. Give a file "
+                "with a JSON object a line.",
+                code="CKPT0212",
+            )
     if left.strip():
-        yield left
+        yield left, False
 
 
 def _step_of(entry: Any, step_keys: tuple[str, ...]) -> int | None:

@@ -172,6 +172,8 @@ def test_the_best_step_of_a_log_of_the_run(tmp_path: Path) -> None:
     assert set(prune_run(tmp_path, keep_best="all.json:log_history.train/loss", keep_best_mode="max").kept) == {
         "step-400"
     }
+    (tmp_path / "one.json").write_text(json.dumps({"global_step": 400, "log_history": log}))  # on one line
+    assert set(prune_run(tmp_path, keep_best="one.json:log_history.train/loss").kept) == {"step-100", "step-400"}
     absolute = prune_run(tmp_path, keep_best=f"{tmp_path / 'log.jsonl'}:train/loss")
     assert set(absolute.kept) == {"step-100", "step-400"}
     metrics(tmp_path, {200: 0.0}, lambda n, v: {"train/loss": v}, "log.jsonl")  # a file of the steps counts first
@@ -284,6 +286,15 @@ def test_the_paths_that_callbacks_of_the_newest_file_hold_are_pointers(tmp_path:
         whole = {"state_dict": {"w": torch.ones(3)}, "global_step": step, "callbacks": {"ModelCheckpoint": state}}
         torch.save(whole | {"pytorch-lightning_version": "2.6.0", "epoch": 0}, tmp_path / f"step={step}.ckpt")
     assert prune_run(tmp_path, keep_last=1, dry_run=False).deleted == ("step=3.ckpt",)
+
+
+def test_the_steps_of_deepspeed_inside_a_trainer_s_may_be_others(tmp_path: Path) -> None:
+    for step in (10, 20, 30):
+        shutil.copytree(TRAINERS / "accelerate_deepspeed_z3" / "ckpt", tmp_path / f"checkpoint_{step}")
+        shutil.copytree(
+            FIXTURES / "zero3_w2_tied" / "ckpt" / "global_step3", tmp_path / f"checkpoint_{step}" / "global_step3"
+        )
+    assert prune_run(tmp_path, keep_last=1, dry_run=False).deleted == ("checkpoint_10", "checkpoint_20")
 
 
 def test_archives_and_what_has_no_step_stay(tmp_path: Path) -> None:
@@ -450,6 +461,13 @@ def test_lines_of_a_log_are_read_in_bounded_memory(tmp_path: Path) -> None:
     with open(tmp_path / "log.jsonl", "w") as f:
         for n in range(20_000):
             f.write(json.dumps({"step": n, "loss": n % 1000 + 1}) + "\n")
-        f.write('{"step": 3, "loss": ' + " " * (3 << 20))
+        f.write('{"step": 3, "lo')  # being written
     found = read_metrics(Source(tmp_path), "log.jsonl:loss", {"a": 3, "b": 19_999})
     assert found == {"a": 4.0, "b": 1000.0}
+    with open(tmp_path / "log.jsonl", "a") as f:
+        f.write('ss": 5}\n' + " " * (17 << 20))
+    with pytest.raises(UsageError, match="a line of log"):
+        read_metrics(Source(tmp_path), "log.jsonl:loss", {"a": 3, "b": 19_999})
+    (tmp_path / "log.jsonl").write_text('{"step": 3, "loss": 1}\nINFO: step 4\n')
+    with pytest.raises(Corrupt, match="line 2"):
+        read_metrics(Source(tmp_path), "log.jsonl:loss", {"a": 3})
