@@ -23,7 +23,8 @@ from ..storage.source import Source
 
 __all__ = ["best_of", "read_metrics"]
 
-_MOST_BYTES = 16 << 20  # of a JSON file, and of a line of a log
+_MOST_BYTES = 32 << 20  # of a JSON file
+_MOST_LINE = 16 << 20  # bytes of a line of a log
 _BLOCK = 1 << 20
 _STEP_KEYS = ("step", "global_step", "iteration")
 
@@ -122,15 +123,15 @@ def _read_lines(source: Source, file: str) -> Iterator[tuple[bytes, bool]]:
     """Yield (line, whether the end of a line is behind it) of the lines of a file that are not empty.
 
     Raises:
-        UsageError: a line has more than `_MOST_BYTES` bytes.
+        UsageError: a line has more than `_MOST_LINE` bytes.
     """
     size, left = source.size(file), b""
     for at in range(0, size, _BLOCK):
         *lines, left = (left + source.read(file, at, min(_BLOCK, size - at))).split(b"\n")
         yield from ((line, True) for line in lines if line.strip())
-        if len(left) > _MOST_BYTES:
+        if len(left) > _MOST_LINE:
             raise UsageError(
-                f"{argument('keep_best')}: a line of {file} has more than {_MOST_BYTES:,} bytes. Give a file "
+                f"{argument('keep_best')}: a line of {file} has more than {_MOST_LINE:,} bytes. Give a file "
                 "with a JSON object a line.",
                 code="CKPT0212",
             )
