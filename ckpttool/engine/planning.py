@@ -78,9 +78,11 @@ class Plan(Shown):
     def lines(self) -> Iterator[str]:
         """Yield what would be written, and what would be left behind."""
         draft, ckpt = self.draft, self.draft.checkpoint
+        gone = {d.name for d in draft.dropped}
+        held = sum(name not in gone for name in self.opened.checkpoint.tensors)  # as the run counts them
         ranks = f" for {count_noun(ckpt.world_size, 'rank')}" if ckpt.world_size else ""
         yield (
-            f"{self.opened.layout.name} -> {self.target.name}{ranks}: {count_noun(len(ckpt.tensors), 'tensor')}, "
+            f"{self.opened.layout.name} -> {self.target.name}{ranks}: {count_noun(held, 'tensor')}, "
             f"{unread_files.human(draft.nbytes)} in {count_noun(len(draft.files), 'file')}"
         )
         if dropped := self.account.dropped:
@@ -180,8 +182,7 @@ def plan_conversion(
         opened.source.close()
         raise
     planned = Plan(opened, draft, target, account)
-    for text in planned.lines():
-        log_step("planned %s", text)
+    log_step("planned %s", "; ".join(planned.lines()))
     for d in account.dropped:
         log_detail("left behind: %s, %d bytes: %s", d.name, d.nbytes, d.why)
     for name, how in account.changed.items():

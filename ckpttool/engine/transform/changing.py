@@ -169,6 +169,7 @@ def _apply(
     out, lost = cast_array(flat, dtype, t.dtype)
     if lost:
         raise Unsupported(
-            f'change: {count_noun(lost, "number")} of "{name}" {"does" if lost == 1 else "do"} not fit into {t.dtype}.'
+            f'change: {count_noun(lost, "number")} of "{name}" {"does" if lost == 1 else "do"} not fit into {t.dtype}.',
+            code="CKPT0332",
         )
     return out
