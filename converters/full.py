@@ -3,7 +3,8 @@
 Read: any tree whose leaves are tensors and plain values, in the forms that names.py knows: {"model", "optim"},
 {"model_state_dict", "optimizer_state_dict"}, {"state_dict", "optimizer_states"}, a bare state dict; integer optimizer
 ids are named if order and shapes leave only one way. Storages may be shared (tied weights), larger than what is used of
-them (views) or strided (transposed). Modules that were pickled whole are their state dicts. Containers other than dicts with string keys and lists are values, kept whole.
+them (views) or strided (transposed). Modules that were pickled whole are their state dicts. Containers other
+than dicts with string keys and lists are values, kept whole.
 
 Written: a zip of stored records under `archive/`, each 64-byte aligned and with its CRC32, that
 `torch.load(weights_only=True, mmap=True)` reads:
@@ -257,7 +258,7 @@ _ROWS = {
     "layouts": (
         (
             "**full**",
-            "`.pt`, `.pth`, `.bin`, `.ckpt`: zip and legacy `torch.save`; shared storages, views, strides; whole modules",
+            "`.pt`, `.pth`, `.bin`, `.ckpt`: zip and legacy `torch.save`; shared storages, views, strides; modules",
             "a zip with correct CRC32s and 64-byte alignment, for `torch.load(weights_only=True, mmap=True)`",
         ),
     ),
