@@ -29,6 +29,7 @@ if TYPE_CHECKING:
         ZeroOptions,
     )
     from .engine.adapter import adapter_extract, adapter_merge
+    from .engine.apply import apply
     from .engine.average import average
     from .engine.conversion import ConvertResult, convert
     from .engine.diff import Difference, diff
@@ -88,6 +89,7 @@ _WHERE = {
     "ZeroOptions": "converters.options",
     "adapter_extract": "engine.adapter",
     "adapter_merge": "engine.adapter",
+    "apply": "engine.apply",
     "average": "engine.average",
     "clean": "storage.partial",
     "compare": "engine.logits.compare",
@@ -146,6 +148,7 @@ __all__ = [
     "__version__",
     "adapter_extract",
     "adapter_merge",
+    "apply",
     "average",
     "clean",
     "compare",

@@ -31,6 +31,8 @@ __all__ = [
     "ARCHIVE_LAYOUT",
     "DEFAULT_LAYOUT",
     "HUB_LAYOUT",
+    "MOST_RANKS",
+    "ApplyKeywords",
     "AverageKeywords",
     "AverageRequest",
     "CompareKeywords",
@@ -63,6 +65,8 @@ DEFAULT_LAYOUT = "dcp"
 HUB_LAYOUT = "hf"
 #: The layout of the archives that `audit` makes.
 ARCHIVE_LAYOUT = "audit"
+#: Ranks of the largest job that anything is written for: each has a file.
+MOST_RANKS = 1 << 17
 
 F = TypeVar("F", bound=Callable[..., Any])
 R = TypeVar("R")
@@ -322,6 +326,7 @@ class WriteRequest:
         "Ranks of the job that will load it; by default those of the source, if it has any.",
         flag="--world-size/-n",
         least=1,
+        most=MOST_RANKS,
     )
     dtype: str | None = option(None, "dtype of floating-point weights: bf16, fp16, fp32 or keep.", metavar="DTYPE")
     cast: Mapping[str, str] | None = option(
@@ -376,6 +381,10 @@ class WriteRequest:
             number = getattr(self, name)
             if number is not None and (type(number) is not int or number < 1):
                 raise UsageError(f"{argument(name, number)}: it must be an integer of at least 1.", code="CKPT0203")
+        if (self.world_size or 0) > MOST_RANKS:
+            raise UsageError(
+                f"{argument('world_size', self.world_size)}: it must be at most {MOST_RANKS:,}.", code="CKPT0203"
+            )
         if isinstance(self.dequantize, str):
             raise UsageError(
                 f"dequantize={self.dequantize!r} is a string; give a list, such as [{self.dequantize!r}].",
@@ -521,6 +530,15 @@ class ConvertKeywords(PlanKeywords, _Running, total=False):
 
     workers: WorkersSpec
     prove_logits: bool
+
+
+class ApplyKeywords(TypedDict, total=False):
+    """Keywords of `apply`."""
+
+    max_memory_bytes: int | None
+    threads: int
+    workers: WorkersSpec
+    progress: Progress
 
 
 class ExtractKeywords(_Copying, _Running, ReadKeywords, total=False):

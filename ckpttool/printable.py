@@ -30,16 +30,35 @@ def printable_lines(text: str) -> str:
     return "\n".join(map(printable, text.split("\n")))
 
 
-def printable_json(data: Any, default: Callable[[Any], Any] | None = None) -> str:
+def printable_json(data: Any, default: Callable[[Any], Any] | None = None, depth: int | None = None) -> str:
     """Return data as indented JSON: letters of every script stay as they are, and what does not print becomes an escape
     of JSON.
 
     Args:
         default: what makes plain data of objects that JSON has no form for, as in `json.dumps`; where None, such an
             object is a TypeError.
+        depth: containers as deep as this are one line each; None: none is.
     """
-    text = json.dumps(data, indent=1, ensure_ascii=False, default=default)
+    if depth is None:
+        text = json.dumps(data, indent=1, ensure_ascii=False, default=default)
+    else:
+        text = "".join(_lay_out(data, depth, 1))
     return "\n".join(line if line.isprintable() else _escape_as_json(line) for line in text.split("\n"))
+
+
+def _lay_out(data: Any, depth: int, level: int) -> Iterator[str]:
+    """Yield pieces of data as JSON whose containers from level `depth` on are one line each; `level` is that of the
+    entries of `data`."""
+    if depth < level or not data or not isinstance(data, (dict, list)):
+        yield json.dumps(data, ensure_ascii=False)
+        return
+    opening, closing = "{}" if isinstance(data, dict) else "[]"
+    for i, key in enumerate(data):
+        yield f"{',' if i else opening}\n{' ' * level}"
+        if isinstance(data, dict):
+            yield json.dumps(key, ensure_ascii=False) + ": "
+        yield from _lay_out(data[key] if isinstance(data, dict) else key, depth, level + 1)
+    yield f"\n{' ' * (level - 1)}{closing}"
 
 
 def _escape_as_json(line: str) -> str:

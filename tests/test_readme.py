@@ -475,6 +475,15 @@ def test_every_command_of_the_guide_to_quantised_models_runs(desk: Path, monkeyp
     run_here(command_lines(PAGES["how-to/quantised.md"]), desk)
 
 
+def test_every_command_of_the_guide_to_plans_runs(desk: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(desk)
+    page = PAGES["how-to/plans.md"]
+    run_here(command_lines(page), desk)
+    saved = (desk / "plan.json").read_text().splitlines()
+    (shown,) = blocks(page, "json")
+    assert [line for line in shown.splitlines() if line not in saved and f"{line}," not in saved] == []
+
+
 @pytest.mark.slow
 def test_every_command_of_the_guide_to_comparisons_runs(desk: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(desk)

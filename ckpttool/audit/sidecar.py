@@ -18,7 +18,6 @@ folder. The ledger records them, too; a hold in either one counts.
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import os
 from collections.abc import Mapping, Sequence
@@ -27,9 +26,9 @@ from typing import TYPE_CHECKING, Any
 from blake3 import blake3
 
 from .. import bounded_json
-from ..errors import CkpttoolError, Corrupt, RemoteError, UsageError, argument, kind_of_failure
+from ..errors import CkpttoolError, Corrupt, RemoteError, UsageError, argument
 from ..storage import urls
-from ..storage.local_file import sync_folder
+from ..storage.local_file import replace_file
 from ..storage.source import Source
 
 if TYPE_CHECKING:
@@ -196,17 +195,4 @@ def write_small_file(folder: str, name: str, data: bytes) -> None:
         up.append(data)
         up.commit()
         return
-    path, part = os.path.join(folder, name), os.path.join(folder, f".{name}.partial-{os.getpid()}")
-    try:
-        with contextlib.suppress(FileNotFoundError):
-            os.unlink(part)
-        with open(os.open(part, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644), "wb") as f:
-            f.write(data)
-            f.flush()
-            os.fsync(f.fileno())
-        os.replace(part, path)
-        sync_folder(folder)
-    except OSError as e:
-        with contextlib.suppress(OSError):
-            os.unlink(part)
-        raise kind_of_failure(e)(f"{path} cannot be written: {e.strerror}.") from e
+    replace_file(os.path.join(folder, name), data)

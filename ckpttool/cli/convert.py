@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from ..errors import UsageError
+from ..errors import UsageError, argument
 from ..options import OpenOptions, RunOptions, WriteRequest
 from ..printable import count_noun
 from .help import READING, about
@@ -30,9 +30,10 @@ from .terminal import (
 )
 
 if TYPE_CHECKING:
+    from ..engine.conversion import ConvertResult
     from ..engine.dry_run import DryRun
 
-__all__ = ["convert", "print_plan"]
+__all__ = ["convert", "print_converted", "print_plan"]
 
 
 def _of_trainer(name: str, to: str | None) -> tuple[str, bool]:
@@ -74,6 +75,10 @@ def _of_trainer(name: str, to: str | None) -> tuple[str, bool]:
     (
         "What would a DeepSpeed folder take? Nothing is written",
         "ckpttool convert run/ckpt zero3 --to zero3 -n 8 --dry-run",
+    ),
+    (
+        "A plan to review, which `ckpttool apply` runs",
+        "ckpttool convert run/ckpt dcp8 --to dcp -n 8 --dry-run --plan plan.json",
     ),
     exits=(*READING, 5, 6),
     meaning={5: "the result, read back, differs"},
@@ -118,6 +123,12 @@ def convert(
             help="Print bytes to read and write, free space, memory and time; write nothing.",
         ),
     ] = False,
+    plan_file: Annotated[
+        str | None,
+        typer.Option(
+            "--plan", help="With --dry-run: write the plan to this file, for `ckpttool apply`.", metavar="FILE"
+        ),
+    ] = None,
     as_json: Json = False,
     quiet: Quiet = False,
     verbose: Verbose = False,
@@ -129,6 +140,8 @@ def convert(
     from ..engine.conversion import run_conversion
     from ..engine.dry_run import estimate_conversion
 
+    if plan_file is not None and not dry_run:
+        raise UsageError(f"{argument('plan', plan_file)} goes with {argument('dry_run', True)}, which writes the plan.")
     src = find_newest(src, latest, quiet or as_json)
     reading = replace(reading, salvage=salvage, fill_from=fill_from)
     # the layout, and its own options
@@ -138,7 +151,7 @@ def convert(
     writing = add_layout_options(ctx, writing, dst)
     if dry_run:
         with Meter(quiet) as meter:
-            found = estimate_conversion(src, dst, reading, writing, replace(running, progress=meter))
+            found = estimate_conversion(src, dst, reading, writing, replace(running, progress=meter), plan_file)
         if as_json:
             print_json(found.to_json())
         else:
@@ -146,6 +159,17 @@ def convert(
         return
     with Meter(quiet) as meter:
         done = run_conversion(src, dst, reading, writing, replace(running, progress=meter))
+    print_converted(done, meter, as_json, quiet, verbose)
+
+
+def print_converted(done: ConvertResult, meter: Meter, as_json: bool, quiet: bool, verbose: bool) -> None:
+    """Print what a conversion did: JSON on stdout, or the digests there and everything else on stderr.
+
+    Args:
+        meter: knows how long it took.
+        quiet: print the digests alone.
+        verbose: print the name of every entry that was changed or left behind, too.
+    """
     if as_json:
         print_json({**done.to_json(), **meter.measure_costs()})
         return

@@ -40,6 +40,7 @@ __all__ = ["build_app", "main"]
 #: {a command: what typer makes it}, of the module and the function of its name; a group where None.
 _COMMANDS: dict[str, type[Command] | None] = {
     "convert": LayoutCommand,
+    "apply": Command,
     "inspect": Command,
     "ls": Command,
     "diff": Command,

@@ -7,7 +7,7 @@ commits it in one rename.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Unpack
@@ -28,14 +28,15 @@ from .destination import normalise_destination, open_destination, recover_old, r
 from .discover.unread_files import human
 from .logits.proof import LogitProof
 from .opening import CheckpointPath
-from .planning import Plan, plan_conversion, plan_id, read_map
+from .plan_files import with_absolute_paths
+from .planning import Plan, plan_conversion, read_map
 from .recorded import RECORD, encode_record, make_record
 from .transform.quantizing import QuantizedSource, describe_errors
 from .verification import check_copied, read_back
 from .workers import part_worker
 from .workers.coordinator import fill_with_workers, why_one_process, workers_for_reading
 from .workers.executors import Workers, default_count, serve_if_worker, workers_of
-from .workers.part_requests import describe_job, with_absolute_paths
+from .workers.part_requests import describe_job
 
 __all__ = ["PYTHON_BYTES", "ConvertResult", "choose_io_budget", "convert", "most_memory_bytes", "run_conversion"]
 
@@ -171,10 +172,18 @@ def convert(src: CheckpointPath, dst: str | os.PathLike[str], **keywords: Unpack
 
 
 def run_conversion(
-    src: CheckpointPath, dst: str | os.PathLike[str], reading: OpenOptions, writing: WriteRequest, running: RunOptions
+    src: CheckpointPath,
+    dst: str | os.PathLike[str],
+    reading: OpenOptions,
+    writing: WriteRequest,
+    running: RunOptions,
+    make_plan: Callable[[CheckpointPath, str, OpenOptions, WriteRequest], Plan] = plan_conversion,
 ) -> ConvertResult:
     """Convert a checkpoint: plan the conversion, fill the destination, read it back, and commit it, which makes it
-    visible. The arguments hold the keywords of `convert`.
+    visible. The first arguments hold the keywords of `convert`.
+
+    Args:
+        make_plan: what plans it; where it raises, nothing was written.
 
     Raises:
         CkpttoolError: whatever `convert` raises.
@@ -189,7 +198,7 @@ def run_conversion(
     put_back = [] if urls.is_url(dst) else recover_old(where)
     refuse_destination(dst, where, running.force)
     try:
-        with reporting(running.progress), plan_conversion(src, dst, reading, writing) as planned:
+        with reporting(running.progress), make_plan(src, dst, reading, writing) as planned:
             opened, draft, target = planned.opened, planned.draft, planned.target
             proof = LogitProof(src, reading, writing) if running.prove_logits else None
             if proof is not None:
@@ -197,16 +206,12 @@ def run_conversion(
             if running.force:
                 target.check_replaceable(dst)
             budget = choose_io_budget(running.max_memory_bytes, running.threads, opened.source)
-            # what decides the bytes: `drop` changes none, and by how much a merge does is in a file beside the adapter
-            merged: list[object] = [opened.checkpoint.merged] if opened.checkpoint.merged else []
-            merged += [os.urandom(32)] if writing.change else []
-            asked = plan_id(opened.source, draft, target, reading, replace(writing, drop=False), *merged)
-            destination = open_destination(dst, target.is_file, draft, asked, running.force)
+            destination = open_destination(dst, target.is_file, draft, planned.id, running.force)
             if writing.change:
                 destination.resumable = False  # nobody knows whether the next run has the same functions
             with _fail_destination_on_error(destination):
                 alone = writing.change or not opened.source.has_versions()
-                job = None if alone else describe_job(src, dst, reading, writing, asked)
+                job = None if alone else describe_job(src, dst, reading, writing, planned.id)
                 filled = _fill_destination(planned, job, destination, writing, running, budget, reading.config, proof)
                 filled = _commit_destination(planned, filled, dst, destination, running, budget, reading.config, proof)
             return _make_result(planned, filled, where, running, [*put_back, *destination.messages])

@@ -91,7 +91,7 @@ def check_destination(src: CheckpointPath, dst: str | os.PathLike[str], planned:
     if urls.is_url(dst):
         return None
     refuse_target(where, planned.target.is_file, force)
-    return check_free_space(os.path.dirname(where), _count_needed_bytes(planned.draft))
+    return check_free_space(os.path.dirname(where), planned.draft.needed_bytes)
 
 
 def can_share(dst: str, is_file: bool, draft: Draft) -> bool:
@@ -212,13 +212,7 @@ def open_destination(dst: str, is_file: bool, draft: Draft, plan: str, force: bo
         NoSpace: the file system has less room than the draft needs.
     """
     if not urls.is_url(dst):
-        return LocalDestination(dst, is_file, plan, _count_needed_bytes(draft), force)
+        return LocalDestination(dst, is_file, plan, draft.needed_bytes, force)
     if is_file:
-        return ObjectDestination(dst, _count_needed_bytes(draft), force, draft.object_lock)
+        return ObjectDestination(dst, draft.needed_bytes, force, draft.object_lock)
     return PrefixDestination(dst, draft, force)
-
-
-def _count_needed_bytes(draft: Draft) -> int:
-    """Count the bytes that a destination needs on the disk: those of the draft's files, and 1 MiB for ckpttool.json and
-    the journal."""
-    return draft.nbytes + (1 << 20)

@@ -12,8 +12,8 @@ from .conversion import PYTHON_BYTES, choose_io_budget, most_memory_bytes
 from .copy.tensor_digests import reporting
 from .destination import can_share, check_destination, normalise_destination
 from .opening import CheckpointPath, MergedCheckpoint
-from .planning import Plan, choose_dtype, plan_conversion, read_map
-from .verification import list_held_tensors
+from .plan_files import save_plan
+from .planning import Plan, plan_conversion, read_map
 from .workers.coordinator import why_one_process
 from .workers.executors import describe_workers
 from .workers.part_requests import describe_job
@@ -68,25 +68,32 @@ class DryRun:
 
 
 def estimate_conversion(
-    src: CheckpointPath, dst: str | os.PathLike[str], reading: OpenOptions, writing: WriteRequest, running: RunOptions
+    src: CheckpointPath,
+    dst: str | os.PathLike[str],
+    reading: OpenOptions,
+    writing: WriteRequest,
+    running: RunOptions,
+    plan_file: str | None = None,
 ) -> DryRun:
-    """Estimate what a conversion would read, write and take; write nothing.
+    """Estimate what a conversion would read, write and take; write nothing but the plan.
 
     Args:
         reading, writing, running: the keywords of `convert`, by what they are about.
+        plan_file: where the plan is saved for `apply`; None: nowhere.
 
     Raises:
-        CkpttoolError: whatever `convert` would refuse before it begins to copy.
+        CkpttoolError: whatever `convert` would refuse before it begins to copy, or the plan cannot be saved.
     """
     writing = read_map(writing)
     with reporting(running.progress), plan_conversion(src, dst, reading, writing) as planned:
         opened, draft = planned.opened, planned.draft
         free = check_destination(src, dst, planned, running.force)
+        if plan_file is not None:
+            save_plan(plan_file, planned, running)
         budget = choose_io_budget(running.max_memory_bytes, running.threads, opened.source)
         inputs = len(opened.parts) if reading.average is not None and isinstance(opened, MergedCheckpoint) else 1
         read = inputs * sum(t.nbytes for t in draft.sources.values()) + (draft.nbytes if running.verify else 0)
         read += (opened.checkpoint.quantized or {}).get("more_to_read", 0)
-        held = list_held_tensors(opened.checkpoint, draft, choose_dtype(writing.dtype, writing.cast or {}))
         each = most_memory_bytes(budget, opened.source)
         if urls.is_url(os.fspath(dst)):
             each += upload.SIZES.in_flight_bytes + upload.SIZES.buffered_bytes
@@ -97,7 +104,7 @@ def estimate_conversion(
             layout_from=opened.layout.name,
             layout_to=planned.target.name,
             world_size=draft.checkpoint.world_size,
-            tensors=len(held),
+            tensors=planned.held_tensors,
             source_bytes=opened.checkpoint.nbytes,
             read_bytes=read,
             written_bytes=draft.nbytes,

@@ -4,20 +4,17 @@ written."""
 from __future__ import annotations
 
 import fnmatch
-import json
 import os
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from functools import cached_property
 from itertools import chain
 from types import MappingProxyType
 from typing import NamedTuple, Unpack
 
-from blake3 import blake3
-
 from .. import layouts
-from .._version import __version__
-from ..errors import Corrupt, IncompleteWeights, Unsupported, UsageError, argument
+from ..errors import Corrupt, IncompleteWeights, Unsupported, UsageError, argument, name_flags
 from ..formats.pickles import unwritable_reason
 from ..huggingface import encodings, model_files
 from ..huggingface.encodings import Encodings
@@ -27,7 +24,6 @@ from ..index.checkpoint import (
     NOT_TORCHS,
     PACKED,
     Checkpoint,
-    TensorEntry,
     Unread,
     floating_dtype,
     joined,
@@ -43,7 +39,16 @@ from ..index.param_groups import names_by_group, regroup
 from ..index.paths import is_optimizer_state
 from ..index.schedulers import complete_scheduler_state, describe_deepspeed_scheduler
 from ..index.vocabulary import vocabulary_of
-from ..options import ARCHIVE_LAYOUT, HUB_LAYOUT, OpenOptions, PlanKeywords, WriteRequest, list_keywords, split_keywords
+from ..options import (
+    ARCHIVE_LAYOUT,
+    HUB_LAYOUT,
+    OpenOptions,
+    PlanKeywords,
+    RunOptions,
+    WriteRequest,
+    list_keywords,
+    split_keywords,
+)
 from ..printable import Shown, count_noun
 from ..progress import log_detail, log_step
 from ..storage.source import Source
@@ -57,32 +62,78 @@ from .fill_from import fill_from_other
 from .map_choice import apply_name_map, read_map_text
 from .merging import open_merged
 from .opening import CheckpointPath, MergedCheckpoint, OpenCheckpoint, model_of, open_checkpoint, refuse_unused
+from .plan_files import plan_id, save_plan, with_absolute_paths
 from .transform.changing import change_tensors
 from .transform.dequantizing import dequantize
 from .transform.quantizing import quantize, refuse_scheme
 from .transform.vocabulary_size import resize_vocabulary
 
-__all__ = ["Plan", "choose_dtype", "open_model", "plan", "plan_conversion", "plan_id", "read_map"]
+__all__ = ["Plan", "choose_dtype", "open_model", "plan", "plan_conversion", "read_map"]
 
 
 @dataclass
 class Plan(Shown):
     """A conversion that has not begun: the open source, the draft of the destination, its layout, and what becomes of
-    every entry. Close it, or use `with`."""
+    every entry. Close it, or use `with`.
+
+    `opened` has the state as it was changed for the destination, `source` the index as it was read. `src`, `dst`,
+    `reading` and `writing` are what was asked for, with absolute paths in `reading`.
+    """
 
     opened: OpenCheckpoint
     draft: Draft
     target: layouts.Layout
     account: Account
+    source: Checkpoint
+    src: CheckpointPath
+    dst: str
+    reading: OpenOptions
+    writing: WriteRequest
+
+    @cached_property
+    def id(self) -> str:
+        """Return the `plan_id`, in hex: what decides the bytes. `drop` changes none, and by how much a merge does is in
+        a file beside the adapter."""
+        merged: list[object] = [self.opened.checkpoint.merged] if self.opened.checkpoint.merged else []
+        merged += [os.urandom(32)] if self.writing.change else []  # nobody knows what the functions do
+        asked = (self.reading, replace(self.writing, drop=False), *merged)
+        return plan_id(self.opened.source, self.draft, self.target, *asked)
+
+    @property
+    def held_tensors(self) -> int:
+        """Count the source's tensors that the destination holds, under whatever name."""
+        return len(self.opened.checkpoint.tensors.keys() - {d.name for d in self.draft.dropped})
+
+    def save(
+        self,
+        path: str | os.PathLike[str],
+        *,
+        force: bool = False,
+        verify: bool = True,
+        prove_logits: bool = False,
+    ) -> None:
+        """Write the plan to a file for review, from which `apply` runs exactly this conversion. It is planned again for
+        that, so the file is about the source as it is now.
+
+        Args:
+            path: the JSON file; an earlier plan there is replaced, no other file is.
+            force, verify, prove_logits: as `convert`.
+
+        Raises:
+            UsageError: the source was no path or URL, a URL has credentials, or another file is at `path`.
+            Unsupported: the server of the source gives no versions of its files.
+            CkpttoolError: it cannot be planned any more, or the file not be written.
+        """
+        running = RunOptions(force=force, verify=verify, prove_logits=prove_logits)
+        with name_flags(), plan_conversion(self.src, self.dst, self.reading, self.writing) as now:
+            save_plan(path, now, running)
 
     def lines(self) -> Iterator[str]:
         """Yield what would be written, and what would be left behind."""
         draft, ckpt = self.draft, self.draft.checkpoint
-        gone = {d.name for d in draft.dropped}
-        held = sum(name not in gone for name in self.opened.checkpoint.tensors)  # as the run counts them
         ranks = f" for {count_noun(ckpt.world_size, 'rank')}" if ckpt.world_size else ""
         yield (
-            f"{self.opened.layout.name} -> {self.target.name}{ranks}: {count_noun(held, 'tensor')}, "
+            f"{self.opened.layout.name} -> {self.target.name}{ranks}: {count_noun(self.held_tensors, 'tensor')}, "
             f"{unread_files.human(draft.nbytes)} in {count_noun(len(draft.files), 'file')}"
         )
         if dropped := self.account.dropped:
@@ -181,7 +232,7 @@ def plan_conversion(
     except BaseException:
         opened.source.close()
         raise
-    planned = Plan(opened, draft, target, account)
+    planned = Plan(opened, draft, target, account, source, src, os.fspath(dst), with_absolute_paths(reading), writing)
     log_step("planned %s", "; ".join(planned.lines()))
     for d in account.dropped:
         log_detail("left behind: %s, %d bytes: %s", d.name, d.nbytes, d.why)
@@ -859,36 +910,3 @@ def choose_dtype(
         return out
 
     return choose
-
-
-def plan_id(source: Source, draft: Draft, target: layouts.Layout, *asked: object) -> str:
-    """Compute a digest, in hex, of everything that decides the bytes of the destination: source, draft, and the
-    dataclasses `asked`, which say what was asked for.
-
-    Machines that see the same files agree on it. The draft says where every byte comes from, so it also tells what
-    files besides the source decided, such as a config.json that names the sizes of heads.
-
-    If the source has no version ids, a random salt is mixed in, so that the id never matches an earlier run.
-    """
-    h = blake3(b"" if source.has_versions() else os.urandom(32))
-    identities = sorted((name, *identity[1:]) for name, identity in source.identities().items())  # without the device
-    h.update(
-        json.dumps([__version__, target.name, source.root, identities, list(map(repr, asked))], default=str).encode()
-    )
-    for f in draft.files:
-        h.update(os.fsencode(f"{f.name} {f.size}\n"))
-        if not callable(f.head):
-            h.update(f.head)
-    for name, entry in draft.checkpoint.tensors.items():
-        h.update(os.fsencode(f"{name} {draft.aliases.get(name)}\n"))
-        for t in (entry, draft.sources.get(name)):
-            if t is not None:
-                h.update(_encode_place(t))
-    return h.hexdigest()
-
-
-def _encode_place(t: TensorEntry) -> bytes:
-    """Encode dtype, shape and chunks of a tensor as bytes to be hashed."""
-    c = t.chunks
-    said = f"{t.dtype} {t.shape} {len(c)} {c.strides or ''} {c.zstd or ''}\n"
-    return b"".join((said.encode(), c.file, c.offset, c.length, c.start, c.shape))

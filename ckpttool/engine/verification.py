@@ -38,7 +38,6 @@ __all__ = [
     "check_copied",
     "compare_recorded",
     "digest",
-    "list_held_tensors",
     "read_back",
     "summarise_salvage",
     "verify",
@@ -437,7 +436,7 @@ def check_copied(
         Corrupt: a tensor does not have the digest that was recorded of it.
     """
     opened.source.assert_unchanged()
-    wanted = list_held_tensors(opened.checkpoint, draft, choose_dtype(writing.dtype, writing.cast or {}))
+    wanted = _list_held_tensors(opened.checkpoint, draft, choose_dtype(writing.dtype, writing.cast or {}))
     digests = _name_digests(opened, draft, wanted, digests, progress, budget)
     _check_recorded(opened, wanted, digests, progress, budget)
     for part in opened.inputs:
@@ -460,7 +459,7 @@ def _check_input(part: OpenCheckpoint, progress: Progress, budget: IOBudget) -> 
         raise explain_other_digests(ckpt, wrong, len(found))
 
 
-def list_held_tensors(ckpt: Checkpoint, draft: Draft, cast: layouts.Cast) -> dict[str, TensorEntry]:
+def _list_held_tensors(ckpt: Checkpoint, draft: Draft, cast: layouts.Cast) -> dict[str, TensorEntry]:
     """Return {name: tensor} of the source's tensors that the destination holds, under whatever name, with the dtype
     they have there; `cast` chooses that of tensors with other names there."""
     there = draft.checkpoint.tensors

@@ -145,8 +145,11 @@ class TorchFiles:
             values: {value: its digest}, a record `ckpttool-values.json`; None for no such record.
             dropped, aliases, notes, synthesized_tensors, synthesized_values, changed: those of `Draft`; None for empty.
         """
-        checkpoint = replace(checkpoint, files=self.names, sizes=self.sizes())
         framing = _Framing(self.files, checkpoint, recorded, salvage or {}, values or {})
+        more = framing.count_record_bytes()
+        sizes = [n if isinstance(f, bytes) else n + more for n, f in zip(self.sizes(), self.files, strict=True)]
+        checkpoint = replace(checkpoint, files=self.names, sizes=sizes)
+        framing = framing._replace(checkpoint=checkpoint)
         heads = [f if isinstance(f, bytes) else f.head for f in self.files]
         files = [
             DraftFile(n, size, h, record_at=None if isinstance(f, bytes) else partial(framing.record_at, f))
@@ -226,6 +229,12 @@ class _Framing(NamedTuple):
         if self.values:
             out["ckpttool-values.json"] = dict(self.values)
         return out
+
+    def count_record_bytes(self) -> int:
+        """Count the bytes that the records of ckpttool's own add to a file, with their entries in its directory."""
+        records = self._own_records(dict.fromkeys(self.checkpoint.tensors, "0" * 64))
+        encoded = (len(bounded_json.encode(data, indent=1)) for data in records.values())
+        return sum(n + 2 * 160 for n in encoded)  # a header, padding to 64 bytes and an entry take less than that
 
     def _end_of(self, written: Sequence[Written], f: _File) -> int:
         """Return the byte at which the last chunk written, (tensor, chunk, CRC32), ends in its file; where the head of

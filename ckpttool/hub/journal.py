@@ -1,7 +1,7 @@
 """The hashes of a push, kept between runs, so that an interrupted push does not compute them again.
 
 A file of lines, each with a checksum and JSON, below $XDG_CACHE_HOME/ckpttool/push (or ~/.cache), named by
-`planning.plan_id`, which covers the identity of every source file and every option. A line describes a completely
+`plan_files.plan_id`, which covers the identity of every source file and every option. A line describes a completely
 hashed file, the record of all files, or a folder that was converted to disk. Damaged lines are ignored; journals older
 than thirty days are removed. Hashes are not secret, but the journal contains names of tensors, so only the owner may
 read it.

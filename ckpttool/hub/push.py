@@ -24,7 +24,7 @@ from typing import Any, TypeVar, Unpack
 
 from .._version import __version__
 from ..bounded_json import parse
-from ..engine import conversion, planning, recorded, verification
+from ..engine import conversion, plan_files, planning, recorded, verification
 from ..engine.copy.fill import lost_notes, note_lost
 from ..engine.copy.tensor_digests import reporting
 from ..engine.recorded import MOST_RECORD_BYTES, RECORD
@@ -340,7 +340,7 @@ class Push:
         if not self.opened.source.has_versions():
             return Journal(None)
         return Journal(
-            planning.plan_id(self.opened.source, self.draft, self.layout, "push 1", self.reading, self.writing)
+            plan_files.plan_id(self.opened.source, self.draft, self.layout, "push 1", self.reading, self.writing)
         )
 
     def hash_files(self, progress: Progress) -> tuple[list[PushFile], dict[str, Any]]:

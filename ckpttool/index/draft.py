@@ -130,3 +130,9 @@ class Draft:
     def nbytes(self) -> int:
         """Count the bytes of all files."""
         return sum(f.size for f in self.files)
+
+    @property
+    def needed_bytes(self) -> int:
+        """Count the bytes that the destination needs on the disk: those of its files, and 1 MiB for ckpttool.json and
+        the journal."""
+        return self.nbytes + (1 << 20)

@@ -3,12 +3,14 @@ buffers."""
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import threading
 from collections import OrderedDict
 from typing import TYPE_CHECKING
 
+from ..errors import kind_of_failure
 from .buffers import ALIGN, BufferPool, IOBudget
 from .destination_protocol import Altered, DestinationFile, write_error
 from .lock import ensure_owner_mode
@@ -16,7 +18,7 @@ from .lock import ensure_owner_mode
 if TYPE_CHECKING:
     from concurrent.futures import Future
 
-__all__ = ["LocalFile", "WriterPool", "sync_folder", "write_all_at"]
+__all__ = ["LocalFile", "WriterPool", "replace_file", "sync_folder", "write_all_at"]
 
 _DIRECT = getattr(os, "O_DIRECT", 0)
 _SMALL = (
@@ -31,6 +33,29 @@ def sync_folder(path: str) -> None:
         os.fsync(fd)
     finally:
         os.close(fd)
+
+
+def replace_file(path: str, data: bytes) -> None:
+    """Write a small file beside its place, make it durable, and rename it: readers find the old one or the new one.
+
+    Raises:
+        CkpttoolError: it cannot be written.
+    """
+    folder, name = os.path.split(path)
+    part = os.path.join(folder, f".{name}.partial-{os.getpid()}")
+    try:
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(part)
+        with open(os.open(part, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644), "wb") as f:
+            f.write(data)
+            f.flush()
+            os.fsync(f.fileno())
+        os.replace(part, path)
+        sync_folder(folder)
+    except OSError as e:
+        with contextlib.suppress(OSError):
+            os.unlink(part)
+        raise kind_of_failure(e)(f"{path} cannot be written: {e.strerror}.") from e
 
 
 def write_all_at(fd: int, data: bytes | memoryview, offset: int) -> None:

@@ -91,8 +91,9 @@ def write(ckpt: Checkpoint, source: Source, options: WriteOptions) -> Draft:
         DraftFile(f, n, bytes(head) if i == 0 else b"", frames_alone=not objects and not wholes)
         for i, (f, n) in enumerate(zip(files, at, strict=True))
     ]
-    rows = sum(len(t.chunks) for t in tensors.values())
-    draft_files.append(DraftFile(".metadata", 400 * rows + 1000, lambda: _pickle_metadata(out, paths, values, parts)))
+    # at most: what a chunk or a value takes, and names, which are there three times
+    most = 240 * (sum(len(t.chunks) for t in tensors.values()) + len(values)) + 3 * sum(map(len, tensors)) + 1000
+    draft_files.append(DraftFile(".metadata", most, lambda: _pickle_metadata(out, paths, values, parts)))
     sources = {
         name: ckpt.tensors[name if t.path[0] != "replica" else joined(t.path[2:])] for name, t in tensors.items()
     }

@@ -103,6 +103,7 @@ def commands(folder: Path, r: random.Random) -> list[list[Any]]:
         ["show", a, "*"], ["show", a, evil], ["show", a, f"{evil}[0]", "--json"], ["stats", a], ["stats", a, "--each", "--csv"], ["stats", a, "--json"],
         ["stats", b, "--against", a, "--sort", evil], ["average", a, b, out, "--to", "hf", "--drop", "-v"], ["compare", a, b, "--config", hidden],
         ["watch", folder, "--once", "--settle", 0, "--state", f"{out}.state", "--accept", evil], ["watch", hidden, "--once", "--settle", 0, "--state", f"{out}.hidden", "--json"],
+        ["convert", a, f"{out}.plan", "--to", "dcp", "-n", 2, "--dry-run", "--plan", f"{out}.json"], ["apply", f"{out}.json"], ["apply", evil],
         ["resume-verify", a, "--against", b, "--config", hidden], ["resume-verify", a, "--against", b, "--job", f"{evil}.py:f"],
     ]  # fmt: skip
     return [words for words in lines if not any("\0" in str(w) for w in words)]  # which no shell can pass

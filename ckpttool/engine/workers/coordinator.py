@@ -39,11 +39,12 @@ from ..copy.stream import Block, Reader
 from ..copy.tensor_digests import tensor_digests
 from ..copy.tensor_statistics import StatisticsCounter
 from ..opening import CheckpointPath, OpenCheckpoint, OpenOptions
+from ..plan_files import with_absolute_paths
 from ..planning import Plan
 from . import part_worker
 from .executors import Workers, WorkersSpec, default_count, workers_of
 from .part_fill import bytes_between_chunks, why_cells_need_one_process, worker_writes_frames
-from .part_requests import Json, absolute_path, index_id, with_absolute_paths
+from .part_requests import Json, absolute_path, index_id
 from .parts import WorkPart, cut_draft, cut_tensors, least_part_bytes, run_parts
 
 __all__ = ["digest_with_workers", "fill_with_workers", "why_one_process", "workers_for_reading"]

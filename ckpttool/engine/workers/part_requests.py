@@ -20,7 +20,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Mapping
-from dataclasses import asdict, fields, replace
+from dataclasses import asdict, fields
 from typing import Any
 
 from blake3 import blake3
@@ -39,30 +39,11 @@ __all__ = [
     "index_id",
     "parse_answer",
     "read_job",
-    "with_absolute_paths",
 ]
 
 
 #: A request, an answer, or a part of one.
 Json = dict[str, Any]
-
-
-def with_absolute_paths(reading: OpenOptions) -> OpenOptions:
-    """Return the same options with absolute paths, so that they mean the same in another folder; names on the Hub
-    stay."""
-
-    def absolute(path: str | os.PathLike[str] | None) -> str | None:
-        """Make the path of a file that exists absolute; anything else, such as a name on the Hub, stays."""
-        text = None if path is None else os.fspath(path)
-        return os.path.abspath(text) if text is not None and os.path.lexists(text) else text
-
-    return replace(
-        reading,
-        config=absolute(reading.config),
-        like=absolute(reading.like),
-        flat_layout=absolute(reading.flat_layout),
-        fill_from=absolute(reading.fill_from),
-    )
 
 
 def describe_job(src: object, dst: str, reading: OpenOptions, writing: WriteRequest, plan: str) -> Json | None:

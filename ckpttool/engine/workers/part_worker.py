@@ -6,7 +6,7 @@ import json
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from typing import Any, Generic, TypeVar
 
 from ...errors import CkpttoolError
@@ -16,7 +16,7 @@ from ...storage.shared_tree import SharedTree
 from ..copy.tensor_digests import tensor_digests_and_crcs
 from ..copy.tensor_statistics import StatisticsCounter
 from ..opening import OpenCheckpoint, OpenOptions, open_checkpoint
-from ..planning import Plan, plan_conversion, plan_id
+from ..planning import Plan, plan_conversion
 from .part_fill import fill_part, send_cells
 from .part_requests import Json, encode_error, index_id, read_job
 from .parts import WorkPart
@@ -192,8 +192,7 @@ def _plan(job: str) -> Plan:
     said = json.loads(job)
     src, dst, reading, writing = read_job(said)
     planned = plan_conversion(src, dst, reading, writing)
-    mine = plan_id(planned.opened.source, planned.draft, planned.target, reading, replace(writing, drop=False))
-    if mine != said["plan"]:
+    if planned.id != said["plan"]:
         raise CkpttoolError(
             f"this worker plans the conversion of {src} differently from the process that asked: it has another "
             "version of ckpttool, or sees other files. Install the same version everywhere, on a file system that all "

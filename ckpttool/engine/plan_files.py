@@ -1,0 +1,388 @@
+"""Plans as files: what `convert --dry-run --plan` writes for review, and `apply` computes again and compares before the
+first byte is written.
+
+    {"ckpttool": version, "id": plan_id,
+     "source": {"path", "layout", "trainer", "world_size", "bytes", "files", "tensors", "values"},
+     "destination": {"path", "layout", "world_size", "tensors", "bytes", "free_bytes_needed", "dtypes", "files"},
+     "options": {"reading", "writing", "layout", "running"},
+     "entries": {"kept": how many, "changed": {name: how}, "dropped": {name: {"bytes", "why"}}, "added"},
+     "notes"}
+
+Each file, tensor, value and change is a line, so that `git diff` of two plans shows what differs. A file of the source
+has its size, time and a digest of its identity, a tensor its dtype, shape and a digest of where it lies, a value the
+digest of its data. Paths are absolute, since the identity of the source is that of files at a place. Options that
+are not listed have their defaults. How fast it is done (threads, workers, memory) is no part of a plan, and neither are
+credentials: a URL with some is refused.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator, Mapping
+from dataclasses import Field, fields, replace
+from itertools import chain
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from blake3 import blake3
+
+from .. import layouts
+from .._version import __version__
+from ..bounded_json import encode, parse
+from ..errors import Corrupt, Differs, SourceChanged, Unsupported, UsageError, argument
+from ..index.checkpoint import Checkpoint, TensorEntry
+from ..index.draft import Draft
+from ..options import OpenOptions, RunOptions, WriteRequest
+from ..printable import count_noun, printable_json
+from ..storage import urls
+from ..storage.local_file import replace_file
+from ..storage.source import Identity, Source
+from .copy.value_digests import value_digest
+
+if TYPE_CHECKING:
+    from .planning import Plan
+
+__all__ = [
+    "describe_plan",
+    "plan_id",
+    "read_plan",
+    "refuse_changes",
+    "save_plan",
+    "split_plan",
+    "with_absolute_paths",
+]
+
+R = TypeVar("R")
+
+_MOST_BYTES = 256 << 20  # 10^6 tensors
+_DEPTH = 3  # what is deeper is a line: a file, a tensor, an option
+_SHOWN = 5  # differences of one kind in a message
+_WHAT = "a file that `Plan.save` or a dry run of `ckpttool convert` wrote"
+#: Fields of requests that a plan has no place for: other commands' (merge, average), and how fast it is done.
+_LEFT_OUT = frozenset(("merge", "average", "options", "max_memory_bytes", "threads", "workers", "progress"))
+
+
+def with_absolute_paths(reading: OpenOptions) -> OpenOptions:
+    """Return the same options with absolute paths, so that they mean the same in another folder; names on the Hub
+    stay."""
+
+    def absolute(path: str | os.PathLike[str] | None) -> str | None:
+        """Make the path of a file that exists absolute; anything else, such as a name on the Hub, stays."""
+        text = None if path is None else os.fspath(path)
+        return os.path.abspath(text) if text is not None and os.path.lexists(text) else text
+
+    return replace(
+        reading,
+        config=absolute(reading.config),
+        like=absolute(reading.like),
+        flat_layout=absolute(reading.flat_layout),
+        fill_from=absolute(reading.fill_from),
+    )
+
+
+def plan_id(source: Source, draft: Draft, target: layouts.Layout, *asked: object) -> str:
+    """Compute a digest, in hex, of everything that decides the bytes of the destination: source, draft, and the
+    dataclasses `asked`, which say what was asked for.
+
+    Machines that see the same files agree on it. The draft says where every byte comes from, so it also tells what
+    files besides the source decided, such as a config.json that names the sizes of heads.
+
+    If the source has no version ids, a random salt is mixed in, so that the id never matches an earlier run.
+    """
+    h = blake3(b"" if source.has_versions() else os.urandom(32))
+    identities = sorted((name, *identity[1:]) for name, identity in source.identities().items())  # without the device
+    h.update(
+        json.dumps([__version__, target.name, source.root, identities, list(map(repr, asked))], default=str).encode()
+    )
+    for f in draft.files:
+        h.update(os.fsencode(f"{f.name} {f.size}\n"))
+        if not callable(f.head):
+            h.update(f.head)
+    for name, entry in draft.checkpoint.tensors.items():
+        h.update(os.fsencode(f"{name} {draft.aliases.get(name)}\n"))
+        for t in (entry, draft.sources.get(name)):
+            if t is not None:
+                h.update(_encode_place(t))
+    return h.hexdigest()
+
+
+def _encode_place(t: TensorEntry) -> bytes:
+    """Encode dtype, shape and chunks of a tensor as bytes to be hashed."""
+    c = t.chunks
+    said = f"{t.dtype} {t.shape} {len(c)} {c.strides or ''} {c.zstd or ''}\n"
+    return b"".join((said.encode(), c.file, c.offset, c.length, c.start, c.shape))
+
+
+def describe_plan(planned: Plan, running: RunOptions) -> dict[str, Any]:
+    """Describe a conversion that has not begun as plain data, as the module says. Two descriptions are equal if, and
+    only if, the conversions write the same bytes to the same place.
+
+    Raises:
+        UsageError: the source was given as an object, or a URL has credentials.
+        Unsupported: the server of the source gives no versions of its files.
+    """
+    opened, draft, source = planned.opened, planned.draft, planned.source
+    if not isinstance(planned.src, (str, os.PathLike)):
+        raise UsageError(
+            "A plan file needs the path or URL of its source; this plan was made of one that was open already."
+        )
+    if not opened.source.has_versions():
+        raise Unsupported(
+            "The server gives no versions of the source's files, so that nothing would show a change before the plan "
+            "is applied. Download them first."
+        )
+    there = draft.checkpoint
+    options = {
+        "reading": _list_given(planned.reading),
+        "writing": _list_given(planned.writing),
+        "layout": _list_given(planned.writing.options),
+        "running": _list_given(running),
+    }
+    src, dst = _absolute(os.fspath(planned.src)), _absolute(planned.dst)
+    _refuse_credentials(src, dst, options)
+    return {
+        "ckpttool": __version__,
+        "id": planned.id,
+        "source": {
+            "path": src,
+            "layout": opened.layout.name,
+            "trainer": source.trainer,
+            "world_size": source.world_size,
+            "bytes": source.nbytes,
+            "files": {n: _describe_identity(i) for n, i in sorted(opened.source.identities().items())},
+            "tensors": {
+                n: [t.dtype, list(t.shape), _short(_encode_place(t))] for n, t in sorted(source.tensors.items())
+            },
+            "values": {n: value_digest(v)[:32] for n, v in sorted(source.values.items())},
+        },
+        "destination": {
+            "path": dst,
+            "layout": planned.target.name,
+            "world_size": there.world_size,
+            "tensors": planned.held_tensors,
+            "bytes": draft.nbytes,
+            "free_bytes_needed": draft.needed_bytes,
+            "dtypes": _count_bytes(there),
+            "files": {f.name: f.size for f in draft.files},
+        },
+        "options": {name: given for name, given in options.items() if given},
+        "entries": {
+            "kept": len(planned.account.kept),
+            "changed": dict(sorted(planned.account.changed.items())),
+            "dropped": {d.name: {"bytes": d.nbytes, "why": d.why} for d in sorted(planned.account.dropped)},
+            "added": sorted(planned.account.added),
+        },
+        "notes": [*opened.checkpoint.notes, *draft.notes],
+    }
+
+
+def save_plan(path: str | os.PathLike[str], planned: Plan, running: RunOptions) -> None:
+    """Write the description of a conversion to a file.
+
+    Args:
+        path: the file; an earlier plan there is replaced.
+
+    Raises:
+        UsageError: something else is at `path`, or it lies in the source; or as `describe_plan` says.
+        Unsupported: as `describe_plan` says.
+        CkpttoolError: the file cannot be written.
+    """
+    found, where = describe_plan(planned, running), os.path.abspath(path)
+    inside = not urls.is_url(found["source"]["path"]) and os.path.realpath(found["source"]["path"])
+    if inside and os.path.realpath(where).startswith(f"{inside}/"):
+        raise UsageError(f"{where} is inside the source, which must not change. Write the plan elsewhere.")
+    if os.path.lexists(where) and not (os.path.isfile(where) and _begins_as_plan(where)):
+        raise UsageError(f"{where} is there and is no plan, so it is not replaced. Write the plan to another file.")
+    replace_file(where, (printable_json(found, depth=_DEPTH) + "\n").encode())
+
+
+def read_plan(path: str | os.PathLike[str]) -> dict[str, Any]:
+    """Read a plan file. What it says is as its author wants it; `refuse_changes` compares all of it.
+
+    Raises:
+        UsageError: there is no such file, or it is no plan.
+        Corrupt, Unsafe: it is not JSON, or JSON that is made to fill the memory.
+    """
+    where = os.path.abspath(path)
+    try:
+        with open(where, "rb") as f:
+            data = f.read(_MOST_BYTES + 1)
+    except OSError as e:
+        raise UsageError(f"{where} cannot be read: {e.strerror}. Give {_WHAT}.") from e
+    if len(data) > _MOST_BYTES:
+        raise Corrupt(f"{where}: more than {_MOST_BYTES >> 20} MiB, which no plan has.")
+    found = parse(data, where)
+    wanted = {"ckpttool": str, "id": str, "source": dict, "destination": dict, "options": dict}
+    if not isinstance(found, dict) or not all(type(found.get(k)) is kind for k, kind in wanted.items()):
+        raise UsageError(f"{where} is no plan of ckpttool. Give {_WHAT}.")
+    return found
+
+
+def split_plan(plan: Mapping[str, Any]) -> tuple[str, str, OpenOptions, WriteRequest, RunOptions]:
+    """Return what a plan asks for: (source, destination, how to read, what to write, how to carry it out).
+
+    Raises:
+        UsageError: a path is not absolute, or an option is none of this version or of another type.
+    """
+    src, dst = (plan[side].get("path") for side in ("source", "destination"))
+    for text in (src, dst):
+        if not isinstance(text, str) or _absolute(text) != text:
+            raise UsageError(f"the plan says {text!r} for a path; plans have absolute paths.")
+    given = plan["options"]
+    if odd := sorted(given.keys() - {"reading", "writing", "layout", "running"}):
+        raise UsageError(f"the plan has options for {odd[0]!r}, which this version does not know.")
+    writing = _make_request(WriteRequest, given.get("writing", {}))
+    if "layout" in given:
+        kind = layouts.target_of(writing.to, dst).options
+        if kind is None:
+            raise UsageError(f"the plan has options of a layout, and {writing.to} has none.")
+        writing = replace(writing, options=_make_request(kind, given["layout"]))
+    reading = _make_request(OpenOptions, given.get("reading", {}))
+    return src, dst, reading, writing, _make_request(RunOptions, given.get("running", {}))
+
+
+def refuse_changes(plan: Mapping[str, Any], now: Mapping[str, Any]) -> None:
+    """Refuse a plan that is not what would be done now.
+
+    Args:
+        plan: as `read_plan` returned it.
+        now: the same conversion as `describe_plan` describes it now.
+
+    Raises:
+        SourceChanged: the source is another one.
+        Differs: what would be written is something else, though the source is the same, or ckpttool is.
+    """
+    rows = list(_list_differences(plan, parse(encode(now), "the plan"), ()))
+    if not rows:
+        return
+    rows = [row for row in rows if row[0] != ("id",)] or rows  # it follows from the others
+    changed = any(at[0] == "source" for at, _ in rows)
+    what = "the source is not the one that was planned" if changed else "the plan is not what would be done now"
+    of: dict[tuple[str, ...], list[str]] = {}
+    for at, text in rows:
+        of.setdefault(at[:2], []).append(f"  {'.'.join(at)}: {text}")
+    for parts in of.values():
+        parts[_SHOWN:] = [f"  ... {len(parts) - _SHOWN:,} more like that"] if len(parts) > _SHOWN else []
+    raise (SourceChanged if changed else Differs)(
+        f"{what}: {count_noun(len(rows), 'difference')}. Nothing was written. Make the plan again, and review it.",
+        listing="\n".join(chain.from_iterable(of.values())),
+    )
+
+
+def _list_differences(plan: Any, now: Any, at: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...], str]]:
+    """Yield (the keys that lead to it, what is different) for each part of a plan that is different now.
+
+    Args:
+        at: the keys that lead to this part.
+    """
+    if isinstance(plan, dict) and isinstance(now, dict):
+        for key in {**plan, **now}:
+            below = (*at, key)
+            if key not in now:
+                yield below, f"gone, planned was {_abbreviate(plan[key])}"
+            elif key not in plan:
+                yield below, f"new, {_abbreviate(now[key])}"
+            else:
+                yield from _list_differences(plan[key], now[key], below)
+    elif plan != now or type(plan) is not type(now):
+        yield at, f"{_abbreviate(now)}, planned was {_abbreviate(plan)}"
+
+
+def _abbreviate(data: Any) -> str:
+    """Return a part of a plan as text of at most 120 characters."""
+    text = json.dumps(data, ensure_ascii=False)
+    return text if len(text) <= 120 else text[:117] + "..."
+
+
+def _list_given(request: object) -> dict[str, Any]:
+    """Return {field: value} of a request, or of a layout's options, without those that have their default; None has
+    none.
+
+    Raises:
+        Unsupported: a field is not declared as an option, such as a password of a layout.
+    """
+    if request is None:
+        return {}
+    own: tuple[Field[Any], ...] = fields(request)  # type: ignore[arg-type]
+    given = {f.name: getattr(request, f.name) for f in own if f.name not in _LEFT_OUT}
+    given = {f.name: given[f.name] for f in own if f.name in given and given[f.name] != f.default}
+    shared = isinstance(request, (OpenOptions, WriteRequest, RunOptions))
+    if odd := [f.name for f in own if f.name in given and not shared and "help" not in f.metadata]:
+        raise Unsupported(f"{type(request).__name__}.{odd[0]} has no place in a plan file.")
+    return {n: list(x) if isinstance(x, tuple) else x for n, x in given.items()}
+
+
+def _make_request(kind: type[R], given: Any) -> R:
+    """Make a request of {field: value}, which `_list_given` returned; values have to be of the types of the fields.
+
+    Raises:
+        UsageError: an option is none of this version, or its value makes no sense.
+    """
+    own = {f.name: f for f in fields(kind) if f.name not in _LEFT_OUT}  # type: ignore[arg-type]
+    if not isinstance(given, dict):
+        raise UsageError(f"the plan says {_abbreviate(given)} for options.")
+    for name, value in given.items():
+        if name not in own:
+            raise UsageError(f"the plan has the option {name!r}, which this version does not know.")
+        if not _fits(str(own[name].type), value):
+            raise UsageError(f"the plan says {_abbreviate(value)} for {argument(name)}.")
+    return kind(**given)
+
+
+def _fits(named: str, value: Any) -> bool:
+    """Tell whether a value has the type of a field; `named` is its annotation, such as "Iterable[str] | None"."""
+    if named.startswith("Iterable"):
+        return isinstance(value, list) and all(isinstance(x, str) for x in value)
+    if named.startswith("Mapping"):
+        return isinstance(value, dict) and all(isinstance(x, str) for x in value.values())
+    kinds = {"bool": (bool,), "int": (int,), "float": (float, int), "str": (str,)}
+    return type(value) in kinds[named.partition(" ")[0]]
+
+
+def _describe_identity(identity: Identity) -> dict[str, Any]:
+    """Describe the identity of a file: its bytes, the time of its last change where there is one, and a digest of what
+    else shows that it was replaced (inode, time of the last change of its attributes, version in a store)."""
+    import numpy as np
+
+    _, version, nbytes, modified, changed = identity
+    times = {"modified": str(np.datetime64(modified, "ns"))} if modified else {}
+    return {"bytes": nbytes, **times, "version": _short(repr((version, changed)).encode())}
+
+
+def _count_bytes(ckpt: Checkpoint) -> dict[str, int]:
+    """Return {dtype: bytes of the tensors that have it}."""
+    out: dict[str, int] = {}
+    for t in ckpt.tensors.values():
+        out[t.dtype] = out.get(t.dtype, 0) + t.nbytes
+    return out
+
+
+def _short(data: bytes) -> str:
+    """Return the first 128 bits of a BLAKE3, in hex."""
+    return blake3(data).hexdigest(16)
+
+
+def _absolute(path: str) -> str:
+    """Return a path that means the same in any folder; a URL as it is."""
+    return path if urls.is_url(path) else os.path.abspath(path)
+
+
+def _begins_as_plan(path: str) -> bool:
+    """Tell whether a file begins as plans do."""
+    with open(path, "rb") as f:
+        return f.read(14) == b'{\n "ckpttool":'
+
+
+def _refuse_credentials(src: str, dst: str, options: Mapping[str, Mapping[str, Any]]) -> None:
+    """Refuse URLs that have a user, a password or a query, which may be credentials.
+
+    Raises:
+        UsageError: with the URL, without them.
+    """
+    given = [x for of in options.values() for x in of.values() if isinstance(x, str)]
+    for text in (src, dst, *given):
+        if urls.is_url(text) and urls.redact_url(text) != text:
+            raise UsageError(
+                f"{urls.redact_url(text)} was given with credentials or a query, which a plan file would show to whom "
+                "reviews it. Give them by the environment, or convert without a plan."
+            )
