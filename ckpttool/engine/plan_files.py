@@ -3,7 +3,8 @@ first byte is written.
 
     {"ckpttool": version, "id": plan_id,
      "source": {"path", "layout", "trainer", "world_size", "bytes", "files", "tensors", "values"},
-     "destination": {"path", "layout", "world_size", "tensors", "bytes", "free_bytes_needed", "dtypes", "files"},
+     "destination": {"path", "layout", "world_size", "tensors", "values", "bytes", "free_bytes_needed", "dtypes",
+                     "files"},
      "options": {"reading", "writing", "layout", "running"},
      "entries": {"kept": how many, "changed": {name: how}, "dropped": {name: {"bytes", "why"}}, "added"},
      "notes"}
@@ -29,8 +30,8 @@ from blake3 import blake3
 from .. import layouts
 from .._version import __version__
 from ..bounded_json import encode, parse
-from ..errors import Corrupt, Differs, SourceChanged, Unsupported, UsageError, argument
-from ..index.checkpoint import Checkpoint, TensorEntry
+from ..errors import Corrupt, Differs, SourceChanged, Unsafe, Unsupported, UsageError, argument
+from ..index.checkpoint import Checkpoint, TensorEntry, Value
 from ..index.draft import Draft
 from ..options import OpenOptions, RunOptions, WriteRequest
 from ..printable import count_noun, printable_json
@@ -123,9 +124,7 @@ def describe_plan(planned: Plan, running: RunOptions) -> dict[str, Any]:
     """
     opened, draft, source = planned.opened, planned.draft, planned.source
     if not isinstance(planned.src, (str, os.PathLike)):
-        raise UsageError(
-            "A plan file needs the path or URL of its source; this plan was made of one that was open already."
-        )
+        raise UsageError("A plan file needs the path or URL of its source; this one was given as an open source.")
     if not opened.source.has_versions():
         raise Unsupported(
             "The server gives no versions of the source's files, so that nothing would show a change before the plan "
@@ -138,6 +137,7 @@ def describe_plan(planned: Plan, running: RunOptions) -> dict[str, Any]:
         "layout": _list_given(planned.writing.options),
         "running": _list_given(running),
     }
+    written = [*there.values.values(), *(Value((n,), x) for n, x in draft.synthesized_values.items())]
     src, dst = _absolute(os.fspath(planned.src)), _absolute(planned.dst)
     _refuse_credentials(src, dst, options)
     return {
@@ -160,6 +160,7 @@ def describe_plan(planned: Plan, running: RunOptions) -> dict[str, Any]:
             "layout": planned.target.name,
             "world_size": there.world_size,
             "tensors": planned.held_tensors,
+            "values": _short("".join(map(value_digest, written)).encode()),
             "bytes": draft.nbytes,
             "free_bytes_needed": draft.needed_bytes,
             "dtypes": _count_bytes(there),
@@ -201,7 +202,7 @@ def read_plan(path: str | os.PathLike[str]) -> dict[str, Any]:
 
     Raises:
         UsageError: there is no such file, or it is no plan.
-        Corrupt, Unsafe: it is not JSON, or JSON that is made to fill the memory.
+        Corrupt, Unsafe: it is not JSON, or JSON that is made to fill the memory or to be misread.
     """
     where = os.path.abspath(path)
     try:
@@ -212,6 +213,8 @@ def read_plan(path: str | os.PathLike[str]) -> dict[str, Any]:
     if len(data) > _MOST_BYTES:
         raise Corrupt(f"{where}: more than {_MOST_BYTES >> 20} MiB, which no plan has.")
     found = parse(data, where)
+    if not data.decode().translate(dict.fromkeys(map(ord, "\t\r\n"))).isprintable():
+        raise Unsafe(f"{where} has characters that do not print, which may hide from a reader what it says.")
     wanted = {"ckpttool": str, "id": str, "source": dict, "destination": dict, "options": dict}
     if not isinstance(found, dict) or not all(type(found.get(k)) is kind for k, kind in wanted.items()):
         raise UsageError(f"{where} is no plan of ckpttool. Give {_WHAT}.")

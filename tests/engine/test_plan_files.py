@@ -253,7 +253,7 @@ def test_a_destination_that_was_edited_is_where_it_is_written(desk: Path) -> Non
 
 @pytest.mark.parametrize(
     ("data", "kind"),
-    [(b"", Corrupt), (b"[]", UsageError), (b"{}", UsageError), (b'{"ckpttool": 1}', UsageError), (b"[" * 10_000, Unsafe), (b"\x80\x02.", Corrupt),
+    [(b"", Corrupt), (b"[]", UsageError), (b"{}", UsageError), (b'{"ckpttool": 1}', UsageError), (b"[" * 10_000, Unsafe), ('{"ckpttool": "\u202e"}'.encode(), Unsafe), (b"\x80\x02.", Corrupt),
      (b'{"ckpttool": "1", "ckpttool": "2"}', Unsafe), (b"{\"a\": " + b"9" * 5000 + b"}", Corrupt), (b"[" + b"[]," * 4_000_000 + b"0]", Unsafe)],
 )  # fmt: skip
 def test_what_is_no_plan_is_refused(data: bytes, kind: type[CkpttoolError], tmp_path: Path) -> None:
