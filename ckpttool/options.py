@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import inspect
 import os
+import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import Field, dataclass, field, fields
 from functools import wraps
@@ -52,9 +53,11 @@ __all__ = [
     "RestoreKeywords",
     "RunOptions",
     "Search",
+    "SizeRequest",
     "WriteRequest",
     "list_keywords",
     "option",
+    "parse_size",
     "silent",
     "split_keywords",
 ]
@@ -83,6 +86,22 @@ def silent(what: str, done: int, total: int) -> None:
         done: bytes done so far.
         total: bytes in all.
     """
+
+
+def parse_size(text: str) -> int:
+    """Return the bytes that a size, or a rate, as people write it states: 5GB, 500MiB, 200MB/s or 1000000.
+
+    Raises:
+        UsageError: it is not a size, or so small that a unit was forgotten.
+    """
+    m = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([kmgt]?)(i?)b?(?:/s)?\s*", text.lower())
+    if not m:
+        raise UsageError(f"{text!r} is not a size; write 5GB or 500MiB.", code="CKPT0203")
+    if float(m[1]) < 1024 and not m[2] and "b" not in text.lower():
+        raise UsageError(
+            f"{text!r} would be {text.strip()} bytes; write {text.strip()}GB or {text.strip()}MB.", code="CKPT0203"
+        )
+    return int(float(m[1]) * (1024 if m[3] else 1000) ** " kmgt".index(m[2] or " "))
 
 
 def option(
@@ -396,6 +415,37 @@ class WriteRequest:
             object.__setattr__(self, name, dict(getattr(self, name)) if getattr(self, name) else None)
         object.__setattr__(self, "expected", None if self.expected is None else dict(self.expected))
         object.__setattr__(self, "map", None if self.map is None else os.fspath(self.map))
+
+
+@dataclass(frozen=True, kw_only=True)
+class SizeRequest:
+    """A job whose memory is computed; the arguments of `inspect`, which explains them."""
+
+    fits: str | None = option(
+        None,
+        "Devices of a job, such as 8x80GB, or 4x8x80GB for 4 nodes: print what training takes on each.",
+        "Memory of a job",
+        metavar="[NODESx]NxSIZE",
+    )
+    strategy: Iterable[str] | None = option(
+        None, "Only these: ddp, zero1, zero2, zero3, fsdp2, hsdp.", "Memory of a job", metavar="NAME,..."
+    )
+    precision: str = option(
+        "saved",
+        "Dtypes of the job: saved (those of the checkpoint), fp32, mixed or bf16.",
+        "Memory of a job",
+        metavar="PRECISION",
+    )
+    optimizer: str | None = option(
+        None,
+        "Optimizer of the job: saved, adamw, sgd or none; by default that of the checkpoint, or adamw if it has none.",
+        "Memory of a job",
+        metavar="NAME",
+    )
+
+    def __post_init__(self) -> None:
+        if self.fits is None and (given := [n for n in ("strategy", "optimizer") if getattr(self, n) is not None]):
+            raise UsageError(f"{argument(given[0])} is about the memory of a job; it goes with {argument('fits')}.")
 
 
 @dataclass(frozen=True, kw_only=True)

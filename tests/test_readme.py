@@ -475,6 +475,18 @@ def test_every_command_of_the_guide_to_quantised_models_runs(desk: Path, monkeyp
     run_here(command_lines(PAGES["how-to/quantised.md"]), desk)
 
 
+def test_every_command_of_the_guide_to_sizes_prints_what_it_shows(desk: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(desk)
+    shutil.copytree(FIXTURES / "hf_llama" / "ckpt", desk / "base")
+    page = PAGES["how-to/sizing.md"]
+    printed = run_here(command_lines(page), desk)
+    shown = blocks(page, "text")
+    assert len(shown) == 2
+    for block, text in zip(shown, printed.values(), strict=False):
+        lines = [line.rstrip() for line in text.splitlines()]
+        assert [line for line in block.splitlines() if line.rstrip() not in lines] == []
+
+
 def test_every_command_of_the_guide_to_plans_runs(desk: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(desk)
     page = PAGES["how-to/plans.md"]

@@ -204,6 +204,9 @@ def _print_changed(changed: dict[str, str], quiet: bool, verbose: bool) -> None:
             note(f"  {name}", quiet)
 
 
+_PARTS = {"params": "parameters", "grads": "gradients", "optimizer": "optimizer"}
+
+
 def print_plan(found: DryRun, verbose: bool) -> None:
     """Print what a dry run found; with `verbose`, the name of every entry that would be left behind, too."""
     from ..engine.inspect import human
@@ -219,6 +222,12 @@ def print_plan(found: DryRun, verbose: bool) -> None:
         f"{_describe_duration(found.seconds)} if the disks do {human(found.bytes_per_second)}/s; memory: at most "
         f"{human(found.memory_bytes)}{_describe_memory_of_workers(found)}"
     )
+    if (m := found.memory) is not None:
+        sizes = ", ".join(f"{human(m[k])} {word}" for k, word in _PARTS.items())
+        say(
+            f"a job on {count_noun(found.world_size or 0, 'rank')}, {m['strategy']}, holds in each, but for "
+            f"activations: {sizes} ({m['optimizer_is']}); {human(m['gathered'])} more at its peak"
+        )
     for file in found.files[:40]:
         say(f"  {file['name']:44s} {human(file['bytes']):>12s}")
     if len(found.files) > 40:

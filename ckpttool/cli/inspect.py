@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from ..errors import NotRecognised, UsageError, argument
-from ..options import OpenOptions
+from ..options import OpenOptions, SizeRequest
 from ..printable import count_noun
 from .help import READING, about
 from .shared_options import NameMap, add_shared_options
@@ -38,12 +38,14 @@ __all__ = ["inspect"]
     ("The newest complete one of them", "ckpttool inspect run --latest"),
     ("All names", "ckpttool inspect step3.pt --tree"),
     ("File and byte range of every chunk", "ckpttool inspect run/ckpt --tensor '*.mlp.down_proj.weight'"),
+    ("Does training fit on 8 devices, and how sharded?", "ckpttool inspect run/ckpt --fits 8x80GB"),
     exits=READING,
 )
 @add_shared_options("allow_equal_ranks", "allow_mixed_steps")
 def inspect(
     path: Src,
     reading: OpenOptions,
+    sizes: SizeRequest,
     show_tree: Annotated[bool, typer.Option("--tree", help="Print all names as a tree.")] = False,
     tensor: Annotated[
         str | None,
@@ -89,7 +91,7 @@ def inspect(
         if tensor is not None:
             _print_chunks(opened.checkpoint, tensor, as_json)
             return
-        s = look.summarise(opened, path)
+        s = look.summarise(opened, path, sizes)
         if as_json:
             listed = {n: [t.dtype, list(t.shape)] for n, t in opened.checkpoint.tensors.items()} if show_tree else None
             print_json({**s.to_json(), **({} if listed is None else {"names": listed})})

@@ -14,9 +14,8 @@ import typer
 from typer.core import TyperOption
 
 from ..errors import UsageError
-from ..options import HUB_LAYOUT, WriteRequest
+from ..options import HUB_LAYOUT, WriteRequest, parse_size
 from .help import WRITING, Command
-from .terminal import parse_size
 
 if TYPE_CHECKING:
     from ..layouts import Layout

@@ -17,8 +17,8 @@ from typing import Annotated, Any, TypeVar
 
 import typer
 
-from ..options import RunOptions, WriteRequest
-from .terminal import complete_layout, parse_cast_rules, parse_size, split_commas
+from ..options import RunOptions, WriteRequest, parse_size
+from .terminal import complete_layout, parse_cast_rules, split_commas
 
 __all__ = ["NameMap", "Workers", "add_shared_options", "list_shared_options", "pick_keywords"]
 

@@ -38,7 +38,6 @@ __all__ = [
     "note",
     "open_streams",
     "parse_cast_rules",
-    "parse_size",
     "print_json",
     "print_left_behind",
     "print_unread",
@@ -126,22 +125,6 @@ def refuse_empty(arguments: Iterable[str]) -> None:
             where = text[:-1] or (before if before.startswith("-") else f"argument {i + 1}")
             raise UsageError(f"{where} is empty. Is a variable of the shell not set?", code="CKPT0202")
         before = text
-
-
-def parse_size(text: str) -> int:
-    """Return the bytes that a size, or a rate, as people write it states: 5GB, 500MiB, 200MB/s or 1000000.
-
-    Raises:
-        UsageError: it is not a size, or so small that a unit was forgotten.
-    """
-    m = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([kmgt]?)(i?)b?(?:/s)?\s*", text.lower())
-    if not m:
-        raise UsageError(f"{text!r} is not a size; write 5GB or 500MiB.", code="CKPT0203")
-    if float(m[1]) < 1024 and not m[2] and "b" not in text.lower():
-        raise UsageError(
-            f"{text!r} would be {text.strip()} bytes; write {text.strip()}GB or {text.strip()}MB.", code="CKPT0203"
-        )
-    return int(float(m[1]) * (1024 if m[3] else 1000) ** " kmgt".index(m[2] or " "))
 
 
 def parse_cast_rules(rules: list[str], flag: str = "--cast", metavar: str = "GLOB=DTYPE") -> dict[str, str]:

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import os
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from ..options import OpenOptions, RunOptions, WriteRequest
+from ..options import OpenOptions, RunOptions, SizeRequest, WriteRequest
 from ..storage import upload, urls
 from .conversion import PYTHON_BYTES, choose_io_budget, most_memory_bytes
 from .copy.tensor_digests import reporting
 from .destination import can_share, check_destination, normalise_destination
+from .memory import size_job
 from .opening import CheckpointPath, MergedCheckpoint
 from .plan_files import save_plan
-from .planning import Plan, plan_conversion, read_map
+from .planning import Plan, choose_dtype, plan_conversion, read_map
 from .workers.coordinator import why_one_process
 from .workers.executors import describe_workers
 from .workers.part_requests import describe_job
@@ -34,7 +35,8 @@ class DryRun:
     where one process does the work, else {"name", "count": None if the engine was not asked, "memory_bytes": of each}.
     `seconds` is reading and writing at `bytes_per_second`, which is assumed. `free_bytes` is None for an object store.
     `files` {"name", "bytes"}; an index that is made at the end (.metadata, pickles) is estimated, there and in
-    `written_bytes`. `dropped` {"name", "bytes", "why"}.
+    `written_bytes`. `dropped` {"name", "bytes", "why"}. `memory` is what a job of `world_size` ranks takes on the
+    largest one, as a row of `JobMemory` with its "optimizer_is", None where the layout is not that of one strategy.
     """
 
     source: str
@@ -55,6 +57,7 @@ class DryRun:
     dropped: list[dict[str, Any]]
     notes: list[str]
     not_read: list[dict[str, Any]]
+    memory: dict[str, Any] | None = None
 
     def to_json(self) -> dict[str, Any]:
         """Convert to plain data; three of the fields also appear under the keys "from", "to" and "destination_bytes",
@@ -117,7 +120,27 @@ def estimate_conversion(
             dropped=[{"name": d.name, "bytes": d.nbytes, "why": d.why} for d in planned.account.dropped],
             notes=[*opened.checkpoint.notes, *draft.notes, *notes],
             not_read=[r.to_json() for r in opened.checkpoint.unread],
+            memory=_size_job_of(planned),
         )
+
+
+_FSDP = ("dcp", "fsdp1", "accelerate", "trainer", "lightning", "torchtitan", "torch_checkpointing")
+#: {layout: the strategy of the jobs that load it}, where that is one.
+_STRATEGIES = {name: name for name in ("zero1", "zero2", "zero3")} | dict.fromkeys(_FSDP, "fsdp2")
+
+
+def _size_job_of(planned: Plan) -> dict[str, Any] | None:
+    """Compute what a job takes that loads the destination of a plan, as `DryRun.memory` has it."""
+    layout, ranks = planned.target.name, planned.draft.checkpoint.world_size
+    ckpt, writing = planned.opened.checkpoint, planned.writing
+    if layout not in _STRATEGIES or not ranks or not any(t.component == "model" for t in ckpt.tensors.values()):
+        return None
+    cast = choose_dtype(writing.dtype, writing.cast or {})
+    tensors = {n: replace(t, dtype=cast(n, t.dtype)) for n, t in ckpt.tensors.items()}
+    precision = {None: "saved", "fp32": "fp32"}.get(getattr(writing.options, "precision", None), "mixed")
+    request = SizeRequest(fits=str(ranks), strategy=[_STRATEGIES[layout]], precision=precision)
+    found = size_job(replace(ckpt, tensors=tensors), request)
+    return {**found.rows[0], "optimizer_is": found.optimizer}
 
 
 def _estimate_workers(

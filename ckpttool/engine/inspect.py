@@ -9,7 +9,7 @@ import io
 import os
 import re
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Unpack
 
 from ..errors import CkpttoolError, argument
@@ -20,12 +20,13 @@ from ..index.composites import MARK, composites, describe_composites, describe_u
 from ..index.names import step_count
 from ..index.optimizers import describe_lost_slots, find_optimizers, find_per_rank_slots
 from ..index.weight_sets import describe_weight_sets
-from ..options import Search, list_keywords
+from ..options import Search, SizeRequest, list_keywords
 from ..printable import count_noun, list_first, printable
 from ..storage import urls
 from ..storage.source import Source
 from .discover.next_steps import next_step
 from .discover.unread_files import human, listed
+from .memory import JobMemory, draw_memory, size_job
 from .opening import CheckpointPath, OpenCheckpoint, OpenOptions, open_checkpoint, show_path
 
 if TYPE_CHECKING:
@@ -58,7 +59,7 @@ class Summary:
     "encoded_bits_per_parameter": bits that one takes, scales included; None where the files do not tell}, None where no
     weight is codes; `weights` the sets of weights besides the model, {"key", "tensors", "bytes", "what", "option"}, the
     option being what exports one; `next` one line: whether its trainer resumes from it as it is, and the command for
-    what it does not.
+    what it does not; `memory` what a job takes, where devices were given.
     """
 
     path: str
@@ -79,10 +80,12 @@ class Summary:
     adapter: dict[str, Any] | None = None
     encoding: dict[str, Any] | None = None
     weights: list[dict[str, Any]] = field(default_factory=list)
+    memory: JobMemory | None = None
 
     def to_json(self) -> dict[str, Any]:
         """Convert to plain data."""
-        return asdict(self)
+        memory = None if self.memory is None else self.memory.to_json()
+        return {**asdict(replace(self, memory=None)), "memory": memory}
 
     def __str__(self) -> str:
         return _record_drawing(draw_summary(self)).export_text().rstrip("\n")
@@ -107,24 +110,38 @@ def inspect(
     *,
     only: Iterable[str] | None = None,
     weights: str | None = None,
+    fits: str | None = None,
+    strategy: Iterable[str] | None = None,
+    precision: str = "saved",
+    optimizer: str | None = None,
     **reading: Unpack[Search],
 ) -> Summary:
     """Summarise a checkpoint: layout, ranks, step, components, parameters, dtypes, optimizer and what is missing; reads
     headers only.
 
     Args:
-        (all): as `open`.
+        fits: devices, "8x80GB", or "4x8x80GB" for 4 nodes of 8: `memory` says what training takes on each.
+        strategy: of that, only these: "ddp", "zero1", "zero2", "zero3", "fsdp2", "hsdp".
+        precision: dtypes of that job: "saved" (those of the checkpoint), "fp32", "mixed" or "bf16".
+        optimizer: of that job: "saved", "adamw", "sgd" or "none"; where None, that of the checkpoint, or "adamw" if it
+            has none. (the others): as `open`.
     """
+    sizes = SizeRequest(fits=fits, strategy=strategy, precision=precision, optimizer=optimizer)
     options = OpenOptions(only=only, weights=weights, allow_equal_ranks=True, allow_mixed_steps=True, **reading)
     with open_checkpoint(path, options, needed=lambda component: False) as opened:
-        return summarise(opened, show_path(path))
+        return summarise(opened, show_path(path), sizes)
 
 
-def summarise(opened: OpenCheckpoint, path: str | os.PathLike[str]) -> Summary:
+def summarise(
+    opened: OpenCheckpoint,
+    path: str | os.PathLike[str],
+    sizes: SizeRequest = SizeRequest(),  # noqa: B008
+) -> Summary:
     """Summarise an open checkpoint. Where only some components were opened, what is missing is not listed.
 
     Args:
         path: where the checkpoint lies, for people.
+        sizes: a job whose memory is computed, if it has devices.
     """
     ckpt, only = opened.checkpoint, opened.only
     components: dict[str, dict[str, Any]] = {}
@@ -161,6 +178,7 @@ def summarise(opened: OpenCheckpoint, path: str | os.PathLike[str]) -> Summary:
         adapter=_describe_adapter(ckpt, opened.source),
         encoding=_describe_encoding(opened),
         weights=describe_weight_sets(ckpt) if ckpt.derived is None else [],
+        memory=None if sizes.fits is None else size_job(ckpt, sizes),
     )
 
 
@@ -454,6 +472,7 @@ def draw_summary(s: Summary) -> RenderableType:
     for text in s.notes:
         parts.append(Text.assemble(("note", "blue"), " ", printable(text)))
     parts.append(Text.assemble(("next", "green"), " ", printable(s.next)))
+    parts += draw_memory(s.memory) if s.memory is not None else ()
     return Group(*parts)
 
 

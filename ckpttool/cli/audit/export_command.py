@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from ...errors import UsageError
-from ...options import OpenOptions, RunOptions, WriteRequest
+from ...options import OpenOptions, RunOptions, WriteRequest, parse_size
 from ...printable import count_noun
 from ..help import READING, about
 from ..shared_options import add_shared_options
@@ -22,7 +22,6 @@ from ..terminal import (
     describe_memory,
     find_newest,
     note,
-    parse_size,
     print_json,
     say,
 )
