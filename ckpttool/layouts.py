@@ -232,6 +232,7 @@ class Layout:
         keeps_calls: it holds every value as data. The others write pickles, in which no class may be called that
             ckpttool does not know (formats/pickles.py); values with such calls are listed as dropped.
         refuses_numbers: a state whose optimizer could not be named is refused, unless it may be carried as data.
+        sharding: how a job that loads it divides its state, a strategy of `engine.memory`; None where it may be any.
         saves: how one folder can contain several saves; None if a folder is one save.
         program: what is known of the program that writes it: next steps, files beside it, `--for`, ...
         check_replaceable: raises if what is at a destination must not be replaced.
@@ -263,6 +264,7 @@ class Layout:
     keeps_subclasses: bool = False
     keeps_calls: bool = False
     refuses_numbers: bool = False
+    sharding: str | None = None
     saves: Saves | None = None
     program: Program = Program()  # noqa: RUF009
     check_replaceable: Callable[[str], None] = lambda path: None

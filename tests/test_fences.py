@@ -215,6 +215,7 @@ OTHER_MEANINGS = {
     "cli.audit.__init__": {"audit"},  # the group of commands
     "cli.main": {"audit"},
     "extras": {"audit"},  # what pip installs
+    "engine.memory": {"zero1", "zero2", "zero3"},  # how a job divides its state
     "engine.salvage": {"hf"},  # the program of huggingface_hub
     "huggingface.hub_names": {"olmo"},  # a `model_type`
     "huggingface.model_files": {"hf"},  # a folder

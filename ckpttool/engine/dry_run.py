@@ -124,21 +124,16 @@ def estimate_conversion(
         )
 
 
-_FSDP = ("dcp", "fsdp1", "accelerate", "trainer", "lightning", "torchtitan", "torch_checkpointing")
-#: {layout: the strategy of the jobs that load it}, where that is one.
-_STRATEGIES = {name: name for name in ("zero1", "zero2", "zero3")} | dict.fromkeys(_FSDP, "fsdp2")
-
-
 def _size_job_of(planned: Plan) -> dict[str, Any] | None:
     """Compute what a job takes that loads the destination of a plan, as `DryRun.memory` has it."""
-    layout, ranks = planned.target.name, planned.draft.checkpoint.world_size
+    sharding, ranks = planned.target.sharding, planned.draft.checkpoint.world_size
     ckpt, writing = planned.opened.checkpoint, planned.writing
-    if layout not in _STRATEGIES or not ranks or not any(t.component == "model" for t in ckpt.tensors.values()):
+    if sharding is None or not ranks or not any(t.component == "model" for t in ckpt.tensors.values()):
         return None
     cast = choose_dtype(writing.dtype, writing.cast or {})
     tensors = {n: replace(t, dtype=cast(n, t.dtype)) for n, t in ckpt.tensors.items()}
     precision = {None: "saved", "fp32": "fp32"}.get(getattr(writing.options, "precision", None), "mixed")
-    request = SizeRequest(fits=str(ranks), strategy=[_STRATEGIES[layout]], precision=precision)
+    request = SizeRequest(fits=str(ranks), strategy=[sharding], precision=precision)
     found = size_job(replace(ckpt, tensors=tensors), request)
     return {**found.rows[0], "optimizer_is": found.optimizer}
 

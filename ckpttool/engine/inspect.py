@@ -26,11 +26,12 @@ from ..storage import urls
 from ..storage.source import Source
 from .discover.next_steps import next_step
 from .discover.unread_files import human, listed
-from .memory import JobMemory, draw_memory, size_job
 from .opening import CheckpointPath, OpenCheckpoint, OpenOptions, open_checkpoint, show_path
 
 if TYPE_CHECKING:
     from rich.console import Console, RenderableType
+
+    from .memory import JobMemory
 
 __all__ = ["Summary", "describe_chunks", "draw_summary", "draw_tree", "human", "inspect", "summarise"]
 
@@ -178,8 +179,17 @@ def summarise(
         adapter=_describe_adapter(ckpt, opened.source),
         encoding=_describe_encoding(opened),
         weights=describe_weight_sets(ckpt) if ckpt.derived is None else [],
-        memory=None if sizes.fits is None else size_job(ckpt, sizes),
+        memory=_size_job(ckpt, sizes),
     )
+
+
+def _size_job(ckpt: Checkpoint, sizes: SizeRequest) -> JobMemory | None:
+    """Compute what a job takes; None where no devices were given."""
+    if sizes.fits is None:
+        return None
+    from .memory import size_job
+
+    return size_job(ckpt, sizes)
 
 
 def _describe_encoding(opened: OpenCheckpoint) -> dict[str, Any] | None:
@@ -472,7 +482,10 @@ def draw_summary(s: Summary) -> RenderableType:
     for text in s.notes:
         parts.append(Text.assemble(("note", "blue"), " ", printable(text)))
     parts.append(Text.assemble(("next", "green"), " ", printable(s.next)))
-    parts += draw_memory(s.memory) if s.memory is not None else ()
+    if s.memory is not None:
+        from .memory import draw_memory
+
+        parts += draw_memory(s.memory)
     return Group(*parts)
 
 

@@ -552,6 +552,7 @@ LAYOUTS = (
         writer_uses=("world_size",),
         keeps_subclasses=True,
         refuses_numbers=True,
+        sharding="fsdp2",
         program=Program(
             rows=_ROWS,
             next_step=_next_step,

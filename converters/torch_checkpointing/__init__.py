@@ -575,6 +575,7 @@ LAYOUTS = (
         reader_uses=("config", "like"),
         writer_uses=("world_size",),
         needs_named_optimizer=True,
+        sharding="fsdp2",
         program=Program(rows=_ROWS, next_step=_next_step, unfinished=_unfinished, is_piece=_is_piece),
     ),
 )

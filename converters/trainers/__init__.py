@@ -655,6 +655,7 @@ TORCHTITAN = layouts.Layout(
     reader_uses=("config", "like"),
     writer_uses=("world_size",),
     needs_named_optimizer=True,
+    sharding="fsdp2",
     of_trainer=True,
     keeps_subclasses=True,
     program=Program(

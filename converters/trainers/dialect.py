@@ -165,6 +165,7 @@ class Dialect:
             reader_uses=("config", "like", "flat_layout", "wrap", "tag"),
             writer_uses=("config", "like", "world_size"),
             needs_named_optimizer=True,
+            sharding="fsdp2",
             saves=self.saves,
             program=self.program,
         )
