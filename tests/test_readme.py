@@ -458,7 +458,11 @@ def test_every_command_of_the_reference_runs(desk: Path, hub: Hub, monkeypatch: 
 def test_every_command_of_the_guide_to_adapters_runs(desk: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(desk)
     make_adapter(desk)
-    run_here(command_lines(PAGES["how-to/adapters.md"]), desk)
+    shutil.copytree(FIXTURES / "qlora", desk / "qlora")
+    page = PAGES["how-to/adapters.md"]
+    printed = run_here(command_lines(page), desk)
+    (shown,) = blocks(page, "text")
+    assert set(shown.splitlines()) <= {line.rstrip() for line in printed["ckpttool inspect qlora/job.pt"].splitlines()}
 
 
 def test_every_command_of_the_guide_to_averages_runs(desk: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -321,6 +321,8 @@ class _State:
         if not weights:
             raise Unsupported("The checkpoint has no weights of a model, so the memory of a job cannot be computed.")
         tied = self._find_tied(weights)
+        if coded := sum(t.dtype in ("uint8", "int8") or t.dtype.startswith("float8") for t in weights.values()):
+            self.notes.append(f"{count_noun(coded, 'tensor')} of the model may be codes: they count as they are stored")
         return [self._hold(t, strategy) for n, t in weights.items() if n not in tied]
 
     def _find_tied(self, weights: Mapping[str, TensorEntry]) -> set[str]:

@@ -25,9 +25,9 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from .. import layouts
-from ..errors import MissingPackage, Unsupported, UsageError, argument
+from ..errors import Corrupt, MissingPackage, Unsupported, UsageError, argument
 from ..extras import require_packages
-from ..huggingface import adapters, hub_names, lora, lora_changes, model_files
+from ..huggingface import adapters, encodings, hub_names, lora, lora_changes, model_files
 from ..index.checkpoint import FLOATING, ITEMSIZE, Chunks, TensorEntry, tied_weights
 from ..index.draft import Dropped
 from ..printable import count_noun
@@ -191,12 +191,21 @@ def _plan_merge(base: OpenCheckpoint, theirs: OpenCheckpoint, request: MergeRequ
     named = _map_base_names(base, given)
     chosen = _choose_adapters(theirs, request, given)
     pieces = _name_as_in_memory(base, named, chosen, config)
-    changes = lora_changes.plan_changes(
-        {a: {n: t.shape for n, t in found.tensors.items()} for a, found in chosen.items()},
-        {a: found.config for a, found in chosen.items()},
-        {n: base.checkpoint.tensors[there].shape for n, there in named.items()},
-        pieces,
-    )
+    try:
+        changes = lora_changes.plan_changes(
+            {a: {n: t.shape for n, t in found.tensors.items()} for a, found in chosen.items()},
+            {a: found.config for a, found in chosen.items()},
+            {n: base.checkpoint.tensors[there].shape for n, there in named.items()},
+            pieces,
+        )
+    except Corrupt as e:
+        codes = encodings.find_in_checkpoint(base.checkpoint, None)
+        if not codes.weights:
+            raise
+        raise Unsupported(
+            f"the base model is quantised ({codes.summary()}), and an adapter is added to numbers. First write the "
+            f"base model with {argument('dequantize', ['*'])}, then merge the adapter into that."
+        ) from e
     if not changes:
         raise Unsupported("the adapter changes no tensor of the base model.", code="CKPT0323")
     # weights that are one parameter change together
