@@ -15,7 +15,6 @@ __all__ = ["explain_missing_package", "is_installed", "require_packages"]
 _EXTRA = {
     "torch": "torch",
     "transformers": "torch",
-    "jinja2": "torch",
     "model_signing": "audit",
     "pyrage": "audit",
     "s3fs": "s3",

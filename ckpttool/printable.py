@@ -12,10 +12,20 @@ In JSON the escapes are JSON's, so that a name read back is the exact one.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
-__all__ = ["Shown", "count_noun", "list_first", "printable", "printable_json", "printable_lines"]
+__all__ = [
+    "Shown",
+    "count_noun",
+    "escape_unprintable",
+    "list_first",
+    "printable",
+    "printable_json",
+    "printable_lines",
+    "shorten_middle",
+]
 
 
 def printable(text: str) -> str:
@@ -23,6 +33,29 @@ def printable(text: str) -> str:
     if text.isprintable():
         return text
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode("ascii") for c in text)
+
+
+def escape_unprintable(text: object, word: int = 0) -> str:
+    """Return a text with its unprintable characters spelled out: escape_unprintable("a\\n") == "a\\\\n".
+
+    Args:
+        text: any object; what str() makes of it is used.
+        word: the most characters of one word, which is shortened in the middle, where tensor names differ least; 0 for
+            no limit.
+    """
+    out = printable(str(text))
+    if word:
+        out = re.sub(rf"\S{{{word + 1},}}", lambda m: shorten_middle(m[0], word), out)
+    return out
+
+
+def shorten_middle(text: str, width: int) -> str:
+    """Shorten a text to `width` characters, by an ellipsis in its middle; one that is not longer is returned as it
+    is."""
+    if len(text) <= width:
+        return text
+    head = (width - 1) // 2
+    return f"{text[:head]}…{text[len(text) - (width - 1 - head) :]}"
 
 
 def printable_lines(text: str) -> str:

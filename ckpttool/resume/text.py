@@ -14,21 +14,19 @@ import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Literal, TypeVar
 
-from ..printable import printable
+from ..printable import escape_unprintable
 
 __all__ = [
     "LAYER",
     "component_of",
     "describe_changes",
     "describe_selection",
-    "escape_unprintable",
     "format_number",
     "fqn_of",
     "is_step",
     "layer_of",
     "name_components",
     "readable_name",
-    "shorten_middle",
     "slot_of",
 ]
 
@@ -38,29 +36,6 @@ _STATE = "optim.state."
 
 #: The layer number in a name.
 LAYER = re.compile(r"(?:^|\.)(layers|h|blocks|block|layer)\.(\d+)\.")
-
-
-def escape_unprintable(text: object, word: int = 0) -> str:
-    """Return a text with its unprintable characters spelled out: escape_unprintable("a\\n") == "a\\\\n".
-
-    Args:
-        text: any object; what str() makes of it is used.
-        word: the most characters of one word, which is shortened in the middle, where tensor names differ least; 0 for
-            no limit.
-    """
-    out = printable(str(text))
-    if word:
-        out = re.sub(rf"\S{{{word + 1},}}", lambda m: shorten_middle(m[0], word), out)
-    return out
-
-
-def shorten_middle(text: str, width: int) -> str:
-    """Shorten a text to `width` characters, by an ellipsis in its middle; one that is not longer is returned as it
-    is."""
-    if len(text) <= width:
-        return text
-    head = (width - 1) // 2
-    return f"{text[:head]}…{text[len(text) - (width - 1 - head) :]}"
 
 
 def format_number(x: float | None, digits: int = 3) -> str:

@@ -155,7 +155,7 @@ def check_request(request: VerifyRequest) -> None:
     Raises:
         UsageError: an argument makes no sense. MissingPackage: a package is needed that is not installed.
     """
-    require_packages("resume-verify", "torch", *(() if request.job else ("transformers",)), "jinja2")
+    require_packages("resume-verify", "torch", *(() if request.job else ("transformers",)))
     check_fresh(request)
     if request.against is not None and request.reference is not None:
         raise UsageError(

@@ -113,8 +113,13 @@ def test_the_wheel_holds_every_module_and_what_they_read(wheel: Path) -> None:
     files = [p for p in (ROOT / "ckpttool").rglob("*") if p.is_file() and "__pycache__" not in p.parts]
     mine = {str(p.relative_to(ROOT)) for p in files}
     assert inside == mine | {f"ckpttool/{p.relative_to(ROOT)}" for p in (ROOT / "converters").rglob("*.py")}
-    read = ("alerts.yml", "templates/report.html.j2", "templates/report.css", "templates/report.js")
-    assert {f"ckpttool/resume/report/{name}" for name in read} <= inside
+    read = (
+        "resume/report/alerts.yml",
+        "resume/report/templates/report.html.j2",
+        "pages/templates/page.css",
+        "pages/templates/inspect.js",
+    )
+    assert {f"ckpttool/{name}" for name in read} <= inside
 
 
 def test_the_man_page_is_installed_and_has_every_command(wheel: Path, slim: Path) -> None:
@@ -190,7 +195,7 @@ TORCH, TRANSFORMERS = "pip install 'ckpttool[torch]'", "needs torch and transfor
 NEEDS = {
     "resume-verify": (
         ["resume-verify", DCP, "--config", CONFIG],
-        f"resume-verify needs torch, transformers and jinja2, which are not installed: {TORCH}",
+        f"resume-verify needs torch and transformers, which are not installed: {TORCH}",
     ),
     "names of the Hub": (["convert", MOE, "OUT", "--to", "hf", "--config", MOE_CONFIG], f"{TRANSFORMERS}: {TORCH}"),
     "order of the model": (
@@ -234,7 +239,7 @@ for call in (lambda: ckpttool.storage_reader({str(DCP)!r}), lambda: ckpttool.loa
     assert rows == [
         reader,
         reader,
-        f"MissingPackage resume-verify needs torch and jinja2, which are not installed: {TORCH}",
+        f"MissingPackage resume-verify needs torch, which is not installed: {TORCH}",
     ]
 
 

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 
 import ckpttool
 from ckpttool.engine.opening import OpenOptions
-from ckpttool.errors import Corrupt, MissingPackage, Unsupported, UsageError
+from ckpttool.errors import Corrupt, Unsupported, UsageError
 from ckpttool.formats.pickles import Truncated
 from ckpttool.options import ReadKeywords
 from ckpttool.resume import verify as launch
@@ -431,13 +431,6 @@ def test_what_makes_no_sense_is_refused_before_anything_starts(tmp_path: Path, h
     torch.save({"model": {"w": torch.ones(2)}, "step": 3}, tmp_path / "x.pt")
     with pytest.raises(UsageError, match=said):
         launch.resume_verify(tmp_path / "x.pt", **{"device": "cpu", **how})
-
-
-def test_a_missing_jinja2_is_named_before_anything_starts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("ckpttool.extras.is_installed", lambda package: package != "jinja2")
-    said = r"resume-verify needs jinja2, which is not installed: pip install 'ckpttool\[torch\]'"
-    with pytest.raises(MissingPackage, match=said):
-        launch.resume_verify(tmp_path / "absent.pt", device="cpu")
 
 
 def test_a_reference_that_ends_before_the_checkpoint_is_refused(tmp_path: Path) -> None:

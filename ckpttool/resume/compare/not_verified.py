@@ -11,8 +11,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from ...printable import count_noun, list_first
-from ..text import escape_unprintable, fqn_of
+from ...printable import count_noun, escape_unprintable, list_first
+from ..text import fqn_of
 from ..trace.model import LIVE, Trace
 from .differences import ignored_config_keys, ignored_options, inputs_of_one_side, lost_options
 from .side_state_differences import compare_side_state, is_recording, side_state_of

@@ -15,13 +15,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from statistics import median
 
-from ...printable import count_noun, list_first
+from ...printable import count_noun, escape_unprintable, list_first
 from ..compare.differences import loaded_versions, package_differences, relative_deviation
 from ..compare.limits import compute_metrics
 from ..compare.misfit import describe_misfit
 from ..compare.side_state_differences import is_recording
 from ..compare.verdict import Check, Report
-from ..text import escape_unprintable, format_number
+from ..text import format_number
 from ..trace.model import LIVE, OF_BUILD, Step, Trace
 from ..trace.records import LoadCostRecord
 

@@ -2,9 +2,8 @@
 
     render_html(report) -> str
 
-The HTML, the style sheet and the script are files in templates/, which the package contains; here is what they show.
-Names come from checkpoints of others: jinja2 escapes every value, and before that `escape_unprintable` spells out what
-does not print. The page's own policy (CSP) lets it load nothing. Without its script everything is still visible.
+The HTML and the script are files in templates/, which the package contains, and `pages` has what all pages share; here
+is what they show. Without its script everything is still visible.
 """
 
 from __future__ import annotations
@@ -16,8 +15,10 @@ from functools import cache
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
+from ...pages.render import include_file, make_environment, mark_as_html, render_page
+from ...printable import escape_unprintable
 from ..compare.verdict import Report
-from ..text import escape_unprintable, format_number
+from ..text import format_number
 from ..trace.records import MemoryRecord
 from .charts import Figure, draw_figure, finite_or_inf
 from .facts import (
@@ -35,7 +36,7 @@ if TYPE_CHECKING:
     from jinja2 import Environment
     from markupsafe import Markup
 
-__all__ = ["render_html", "render_page"]
+__all__ = ["render_html"]
 
 #: What a page shows at most; report.json has everything.
 _STEPS, _TABLE, _CHECKS, _RANKS, _TENSORS, _NAMES = 400, 200, 2000, 64, 10, 100
@@ -43,8 +44,6 @@ _STEPS, _TABLE, _CHECKS, _RANKS, _TENSORS, _NAMES = 400, 200, 2000, 64, 10, 100
 _UNSEEN = 5
 #: A longer table of checks gets its own scroll bar.
 _TALL = 60
-
-_POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; img-src data:"
 
 #: The class of each verdict in the style sheet.
 _KINDS = {
@@ -55,17 +54,17 @@ _KINDS = {
     "no reference": "aside",
     "does not fit": "aside",
 }
-#: A mark for each class, so that colour is not the only sign: a check mark, a cross, a dash.
-_MARKS = {"pass": "M4 10.5l4 4 8-9", "fail": "M5 5l10 10M15 5L5 15", "aside": "M4 10h12"}
 
 
 def render_html(report: Report) -> str:
     """Return the report as one HTML file that refers to no other."""
     every = compared_rows(report)
+    environment = _environment()
     return render_page(
+        environment,
         "report.html.j2",
-        script=_include_file("report.js"),
-        newline=_as_markup("\n"),
+        script=include_file(environment, "report.js"),
+        newline=mark_as_html("\n"),
         title=f"{report.word}: {escape_unprintable(report.candidate.source, 80)} at step {report.candidate.start}",
         command="resume-verify",
         word=report.word,
@@ -88,36 +87,17 @@ def render_html(report: Report) -> str:
     )
 
 
-def render_page(template: str, **context: Any) -> str:
-    """Return a page made of a template, with the style of all reports, as one HTML file that refers to no other;
-    `context` are the names that the template uses."""
-    page = _environment().get_template(template)
-    return page.render(policy=_POLICY, style=_include_file("report.css"), marks=_MARKS, **context) + "\n"
-
-
 # ----------------------------------------------------------------------------------------------------------------
 # jinja2
 
 
 @cache
 def _environment() -> Environment:
-    """Make jinja2's environment with the templates of this folder, once. Every printed value is escaped."""
-    from jinja2 import Environment, PackageLoader, StrictUndefined
-    from markupsafe import Markup
-
-    environment = Environment(
-        loader=PackageLoader("ckpttool.resume.report"),
-        autoescape=True,
-        undefined=StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-        finalize=lambda value: value if isinstance(value, Markup) else escape_unprintable(value, 160),
-    )
+    """Make jinja2's environment with the templates of this folder, once."""
+    environment = make_environment("ckpttool.resume.report")
     environment.filters |= {
-        "short": escape_unprintable,
         "breakable": _breakable_name,
         "number": format_number,
-        "commas": lambda n: f"{n:,}",
         "gib": _format_bytes,
         "plain": _as_text,
         "limit": format_bound,
@@ -125,24 +105,10 @@ def _environment() -> Environment:
     return environment
 
 
-def _as_markup(text: str) -> Markup:
-    """Mark a text as HTML that is not escaped."""
-    from markupsafe import Markup
-
-    return Markup(text)
-
-
-def _include_file(name: str) -> Markup:
-    """Read a file of the template folder, to be included in the page without escaping."""
-    environment = _environment()
-    assert environment.loader is not None
-    return _as_markup(environment.loader.get_source(environment, name)[0])
-
-
 def _breakable_name(name: str, word: int) -> Markup:
     """Return a name as HTML that the browser may break after dots; words longer than `word` characters are
     shortened."""
-    return _as_markup(".<wbr>").join(escape_unprintable(name, word).split("."))
+    return mark_as_html(".<wbr>").join(escape_unprintable(name, word).split("."))
 
 
 def _format_bytes(n: int) -> str:

@@ -8,9 +8,9 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 
-from ...printable import list_first
+from ...printable import escape_unprintable, list_first
 from ..compare.verdict import Check, Report
-from ..text import escape_unprintable, format_number
+from ..text import format_number
 from .facts import count_checks, format_bound, list_facts, list_speed, verdict_sentence
 
 __all__ = ["render_junit"]

@@ -6,9 +6,9 @@ import os
 from pathlib import Path
 
 from ...engine.logits.compare_logits import LogitComparison
+from ...pages.render import make_environment, render_page
 from ...printable import printable_json
-from .files import write_whole
-from .html_page import render_page
+from ...storage.whole_file import write_whole
 
 __all__ = ["write_comparison"]
 
@@ -29,6 +29,7 @@ def write_comparison(found: LogitComparison, a: str, b: str, folder: str | os.Pa
         "bound": found.bound,
     }
     page = render_page(
+        make_environment("ckpttool.resume.report"),
         "logits.html.j2",
         title=f"{found.word}: {Path(a).name} and {Path(b).name}",
         command="compare",

@@ -11,8 +11,8 @@ import time
 from collections.abc import Mapping, Sequence
 
 from ..._version import __version__
+from ...printable import escape_unprintable, shorten_middle
 from ..compare.verdict import Report
-from ..text import escape_unprintable, shorten_middle
 from .facts import compared_rows, count_checks, device_name, known_metric
 
 __all__ = ["METRICS", "format_metrics", "render_metrics"]

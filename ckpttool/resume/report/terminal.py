@@ -9,9 +9,9 @@ import math
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
-from ...printable import list_first
+from ...printable import escape_unprintable, list_first, shorten_middle
 from ..compare.verdict import Check, Report
-from ..text import escape_unprintable, format_number, shorten_middle
+from ..text import format_number
 from .facts import ComparedStep, compared_rows, format_bound, list_facts, list_speed, verdict_sentence
 
 if TYPE_CHECKING:
