@@ -12,6 +12,7 @@ In JSON the escapes are JSON's, so that a name read back is the exact one.
 from __future__ import annotations
 
 import json
+import math
 import re
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
@@ -24,6 +25,7 @@ __all__ = [
     "printable",
     "printable_json",
     "printable_lines",
+    "replace_infinities",
     "shorten_middle",
 ]
 
@@ -97,6 +99,15 @@ def _lay_out(data: Any, depth: int, level: int) -> Iterator[str]:
 def _escape_as_json(line: str) -> str:
     """Return a line of JSON with a JSON escape for each character that does not print."""
     return "".join(c if c.isprintable() else json.dumps(c)[1:-1] for c in line)
+
+
+def replace_infinities(data: Any) -> Any:
+    """Return plain data with text in the place of numbers that JSON does not have."""
+    if isinstance(data, dict):
+        return {k: replace_infinities(v) for k, v in data.items()}
+    if isinstance(data, (list, tuple)):
+        return [replace_infinities(v) for v in data]
+    return str(data) if isinstance(data, float) and not math.isfinite(data) else data
 
 
 def count_noun(n: int, noun: str, plural: str | None = None) -> str:

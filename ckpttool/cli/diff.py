@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Annotated
 
 import typer
@@ -27,6 +28,7 @@ __all__ = ["diff"]
 @about(
     ("Bit for bit, whatever the layouts", "ckpttool diff run/ckpt step3.pt"),
     ("Weights only, with a tolerance", "ckpttool diff run/ckpt hf --only model --rtol 0.01 --atol 1e-6"),
+    ("What training changed most", "ckpttool diff run/step-100 run/step-200 --sort moved --top 10 --fold"),
     ("Names of torchtitan on one side", "ckpttool diff step-3 hf --map torchtitan-llama3 --config DIR"),
     ("For a script", "ckpttool diff run/ckpt dcp3 --json --quiet"),
     exits=(*READING, 5),
@@ -39,6 +41,18 @@ def diff(
     reading: OpenOptions,
     rtol: Annotated[float, typer.Option("--rtol", min=0, help="Relative tolerance.")] = 0.0,
     atol: Annotated[float, typer.Option("--atol", min=0, help="Absolute tolerance.")] = 0.0,
+    sort: Annotated[
+        str | None,
+        typer.Option(
+            "--sort",
+            help="Sort the tensors that differ by moved (relative L2), abs, rel, ulp or name.",
+            metavar="ORDER",
+        ),
+    ] = None,
+    top: Annotated[int | None, typer.Option("--top", help="List the first N tensors that differ.", min=1)] = None,
+    fold: Annotated[
+        bool, typer.Option("--fold", help="One row for tensors whose names differ only in numbers.")
+    ] = False,
     name_map: NameMap = None,
     latest: Latest = False,
     workers: Workers = None,
@@ -60,12 +74,14 @@ def diff(
             progress=meter,
             **pick_keywords(compare, reading),
         )
+    found = found.folded() if fold else found
+    found = found.sorted_by(sort) if sort is not None else found
     if as_json:
-        print_json(found.to_json())
+        print_json(replace(found, data=found.data[:top]).to_json())
     else:
         for path, rows in ((a, found.not_read_a), (b, found.not_read_b)):
             print_unread(rows, quiet, f"{path}: ")
-        for line in found.lines():
+        for line in found.lines() if top is None else found.lines(top):
             say(line)
     if not found.equal:
         raise typer.Exit(5)

@@ -1,39 +1,53 @@
 """diff: where two checkpoints differ, whatever their layouts, in constant memory.
 
-Both are streamed tensor by tensor in row-major order; equal bytes are passed over, and for the others the count of
-differing elements, the largest absolute and relative difference, the largest distance in units in the last place and
-the place of the first and the worst one are kept.
+Both are streamed tensor by tensor in row-major order. Of equal bytes only the norm is computed; for the others the
+count of differing elements, the largest absolute and relative difference, the largest distance in units in the last
+place, the relative L2 norm and the place of the first and the worst one are kept.
 """
 
 from __future__ import annotations
 
+import math
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass, field, replace
-from typing import Any, Unpack
+from typing import Any, TypeVar, Unpack
 
 from ..errors import Differs, UsageError, argument
 from ..huggingface import lora
 from ..index import boxes
 from ..index.checkpoint import NOT_TORCHS, PACKED, Checkpoint, TensorEntry
+from ..index.fqns import fold_name
 from ..options import Search, list_keywords
-from ..printable import Shown, count_noun
+from ..printable import Shown, count_noun, replace_infinities
 from .copy.dtypes import numbers
 from .copy.fill import Progress, silent
 from .copy.stream import Block, Reader, StreamJob, side_by_side
 from .copy.tensor_digests import reporting
+from .copy.tensor_statistics import StatisticsCounter, sum_squares
 from .copy.value_digests import equal_values
 from .map_choice import rename_opened
 from .opening import CheckpointPath, OpenCheckpoint, OpenOptions, drop_other_layout, open_checkpoint, refuse_unused
 from .workers.coordinator import digest_with_workers, workers_for_reading
 from .workers.executors import WorkersSpec
 
-__all__ = ["Difference", "TensorDifference", "diff", "stream_blocks"]
+__all__ = ["SORTS", "ComponentDifference", "Difference", "TensorDifference", "diff", "measure_moves", "stream_blocks"]
+
+#: What `Difference.sorted_by` sorts by.
+SORTS = ("moved", "abs", "rel", "ulp", "name")
+_MOST_ULP = 1_000_000  # a larger distance says no more than that numbers are far apart
+V = TypeVar("V")
 
 
 @dataclass
 class TensorDifference:
-    """How one tensor differs. `ulp` is None for dtypes without one; places are indices of elements."""
+    """How one tensor differs, or several whose names differ only in numbers.
+
+    `max_ulp` is the largest distance of two numbers in units in the last place; None for dtypes without such units.
+    Numbers of which one is above and one below zero are counted in `opposite_signs` instead. `norm`
+    is the L2 norm of the finite numbers of B, `distance` that of A - B, `moved` their quotient; `first` and `worst`
+    are indices of elements, and `worst_name` the tensor that the latter is one of.
+    """
 
     name: str
     elements: int
@@ -44,11 +58,75 @@ class TensorDifference:
     first: tuple[int, ...] = ()
     worst: tuple[int, ...] = ()
     nan_mismatch: int = 0
+    opposite_signs: int = 0
+    distance: float = 0.0
+    norm: float = 0.0
+    moved: float = 0.0
+    tensors: int = 1
+    worst_name: str = ""
+
+    def __str__(self) -> str:
+        several = f" ({self.tensors:,} tensors)" if self.tensors > 1 else ""
+        parts = [
+            f"{self.name}{several}: {self.differing:,} of {self.elements:,} elements differ",
+            f"max abs {self.max_abs:.3g}",
+            f"max rel {self.max_rel:.3g}",
+            f"relative L2 {self.moved:.3g}",
+        ]
+        if self.max_ulp is not None:
+            parts.append(f"{self.max_ulp:,} ulp" if self.max_ulp <= _MOST_ULP else f"more than {_MOST_ULP:,} ulp")
+        if self.opposite_signs:
+            parts.append(f"{self.opposite_signs:,} of opposite signs")
+        if self.nan_mismatch:
+            parts.append(f"{self.nan_mismatch} NaN on one side only")
+        if self.tensors == 1:
+            return ", ".join([*parts, f"first at {list(self.first)}", f"worst at {list(self.worst)}"])
+        return ", ".join([*parts, f"worst in {self.worst_name} at {list(self.worst)}"])
+
+
+@dataclass
+class ComponentDifference:
+    """How a component differs: how many of its tensors are equal, within the tolerances (`close`), changed, of another
+    shape, or in one of the two alone; the largest differences; and the L2 norm of A - B relative to that of B, over all
+    tensors that both have in one shape."""
+
+    equal: int = 0
+    close: int = 0
+    changed: int = 0
+    other_shape: int = 0
+    only_in_a: int = 0
+    only_in_b: int = 0
+    max_abs: float = 0.0
+    max_rel: float = 0.0
+    distance: float = 0.0
+    norm: float = 0.0
+    moved: float = 0.0
+
+    def add(self, found: TensorDifference, close: bool) -> None:
+        """Add a tensor that both have, and whether all that differs in it is within the tolerances."""
+        kind = "equal" if not found.differing else "close" if close else "changed"
+        setattr(self, kind, getattr(self, kind) + 1)
+        self.max_abs, self.max_rel = max(self.max_abs, found.max_abs), max(self.max_rel, found.max_rel)
+        self.distance, self.norm = math.hypot(self.distance, found.distance), math.hypot(self.norm, found.norm)
+        self.moved = _divide_norms(self.distance, self.norm)
+
+    def __str__(self) -> str:
+        words = {
+            "equal": "equal", "close": "within the tolerance", "changed": "changed", "other_shape": "of another shape",
+            "only_in_a": "only in A", "only_in_b": "only in B",
+        }  # fmt: skip
+        counts = ", ".join(f"{getattr(self, k):,} {word}" for k, word in words.items() if getattr(self, k))
+        numbers = f"max abs {self.max_abs:.3g}, max rel {self.max_rel:.3g}, relative L2 {self.moved:.3g}"
+        return f"{counts}; {numbers}" if self.close or self.changed else counts
 
 
 @dataclass
 class Difference(Shown):
-    """What `diff` found; `equal` is True when nothing is listed, or all of it lies within the tolerances."""
+    """What `diff` found; `equal` is True when nothing is listed, or all of it lies within the tolerances.
+
+    `data` has the tensors with other values, and `changed` says how many those are, also where `data` was folded or
+    cut; `components` {"model": how its tensors differ, ...}.
+    """
 
     equal: bool = True
     tensors: int = 0
@@ -63,17 +141,53 @@ class Difference(Shown):
     not_read_b: list[dict[str, Any]] = field(default_factory=list)
     adapter_a: str | None = None  # of one that holds an adapter and no base model: "r=8, 14 modules"
     adapter_b: str | None = None
+    changed: int = 0
+    components: dict[str, ComponentDifference] = field(default_factory=dict)
 
     def __bool__(self) -> bool:
         """Tell whether the two differ."""
         return not self.equal
 
     def to_json(self) -> dict[str, Any]:
-        """Convert to plain data."""
-        return asdict(self)
+        """Convert to plain data; numbers that are infinite or NaN become text."""
+        plain: dict[str, Any] = replace_infinities(asdict(self))
+        return plain
 
-    def lines(self) -> Iterator[str]:
-        """Yield what differs: the first of everything, and how much more there is."""
+    def sorted_by(self, order: str) -> Difference:
+        """Return the same with `data` sorted by "name", or from the largest "moved", "abs", "rel" or "ulp", where
+        tensors with numbers of opposite signs come first.
+
+        Raises:
+            UsageError: there is no such order.
+        """
+        if order not in SORTS:
+            raise UsageError(f"{argument('sort', order)}: there is no such order. There are {', '.join(SORTS)}.")
+        keys: dict[str, Callable[[TensorDifference], Any]] = {
+            "name": lambda t: t.name,
+            "ulp": lambda t: (-t.opposite_signs, -(t.max_ulp or 0)),
+            "moved": lambda t: -t.moved,
+            "abs": lambda t: -t.max_abs,
+            "rel": lambda t: -t.max_rel,
+        }
+        return replace(self, data=sorted(self.data, key=keys[order]))
+
+    def folded(self) -> Difference:
+        """Return the same with one row for tensors whose names differ only in numbers: "layers.#.mlp.weight"."""
+        groups: dict[str, list[TensorDifference]] = {}
+        for t in self.data:
+            groups.setdefault(fold_name(t.name), []).append(t)
+        return replace(
+            self,
+            data=[_fold_differences(name, found) for name, found in groups.items()],
+            only_in_a=list(dict.fromkeys(map(fold_name, self.only_in_a))),
+            only_in_b=list(dict.fromkeys(map(fold_name, self.only_in_b))),
+            dtypes=_fold_keys(self.dtypes),
+            shapes=_fold_keys(self.shapes),
+        )
+
+    def lines(self, most: int = 50) -> Iterator[str]:
+        """Yield what differs, and how much of it in each component: the first of everything, the first `most` rows of
+        `data`, and how much more there is."""
         for name, adapter in (("A", self.adapter_a), ("B", self.adapter_b)):
             if adapter:
                 yield f"{name} holds an adapter only: {adapter}"
@@ -90,20 +204,57 @@ class Difference(Shown):
             yield f"dtype: ... {len(self.dtypes) - 20} more"
         for n, values in self.values.items():
             yield f"value: {n}: {values[0]} | {values[1]}"
-        for t in self.data[:50]:
-            ulp = f", {t.max_ulp} ulp" if t.max_ulp is not None else ""
-            nan = f", {t.nan_mismatch} NaN on one side only" if t.nan_mismatch else ""
-            yield (
-                f"data: {t.name}: {t.differing:,} of {t.elements:,} elements differ, max abs {t.max_abs:.3g}, max rel "
-                f"{t.max_rel:.3g}{ulp}{nan}, first at {list(t.first)}, worst at {list(t.worst)}"
-            )
-        if len(self.data) > 50:
-            yield f"data: ... {len(self.data) - 50} more tensors"
+        for t in self.data[:most]:
+            yield f"data: {t}"
+        if left := self.changed - sum(t.tensors for t in self.data[:most]):
+            yield f"data: ... {left:,} more tensors"
+        for name, found in self.components.items():
+            if self.changed or found.equal < sum(getattr(found, k) for k in _COUNTS):
+                yield f"{name}: {found}"
         close = f" ({self.within_tolerance} within the tolerance)" if self.within_tolerance else ""
         yield (
-            f"{'equal' if self.equal else 'different'}: {count_noun(self.tensors, 'tensor')} in both, "
-            f"{len(self.data)} with other values{close}"
+            f"{'equal' if self.equal else 'different'}: {self.tensors:,} tensors in both, {self.changed:,} with other "
+            f"values{close}"
         )
+
+
+_COUNTS = ("equal", "close", "changed", "other_shape", "only_in_a", "only_in_b")
+
+
+def _divide_norms(distance: float, norm: float) -> float:
+    """Return how far a tensor moved: the norm of the difference relative to that of the tensor; infinite where that is
+    0 and the other is not."""
+    return 0.0 if distance == 0 else distance / norm if norm else math.inf
+
+
+def _fold_keys(found: dict[str, V]) -> dict[str, V]:
+    """Return a dict by name with one entry for names that differ only in numbers and have equal values."""
+    out: dict[str, V] = {}
+    for name, value in found.items():
+        folded = fold_name(name)
+        out[folded if out.get(folded, value) == value else name] = value
+    return out
+
+
+def _fold_differences(name: str, found: list[TensorDifference]) -> TensorDifference:
+    """Return one row for several, as if they were one tensor."""
+    worst = max(found, key=lambda t: t.max_abs)
+    ulps = [t.max_ulp for t in found if t.max_ulp is not None]
+    distance, norm = math.hypot(*(t.distance for t in found)), math.hypot(*(t.norm for t in found))
+    sums = {k: sum(getattr(t, k) for t in found) for k in ("elements", "differing", "nan_mismatch", "opposite_signs")}
+    return replace(
+        worst,
+        name=name,
+        **sums,
+        max_rel=max(t.max_rel for t in found),
+        max_ulp=max(ulps, default=None),
+        first=found[0].first,
+        distance=distance,
+        norm=norm,
+        moved=_divide_norms(distance, norm),
+        tensors=len(found),
+        worst_name=worst.name,
+    )
 
 
 @list_keywords
@@ -165,13 +316,19 @@ def diff(
             tensors=len(left.tensors.keys() & right.tensors.keys()), not_read_a=aside[0], not_read_b=aside[1]
         )
         common = _compare_indexes(left, right, out)
+        equal: dict[str, float] = {}
         if map is None:
-            common = _list_unequal((a, of_each[0], x), (b, of_each[1], y), common, workers, progress)
+            equal = _measure_equal((a, of_each[0], x), (b, of_each[1], y), common, workers, progress)
+        for n, norm in equal.items():
+            out.components[left.component(n)].add(TensorDifference(n, left.tensors[n].numel, norm=norm), False)
+        common = [n for n in common if n not in equal]
         for found, close in _compare_data(x, y, common, rtol, atol, progress):
+            out.components[left.component(found.name)].add(found, close)
             if close:
                 out.within_tolerance += 1
-            else:
+            elif found.differing:
                 out.data.append(found)
+        out.changed = len(out.data)
         x.source.assert_unchanged()
         y.source.assert_unchanged()
     tolerant = bool(rtol or atol)
@@ -188,6 +345,11 @@ def _compare_indexes(left: Checkpoint, right: Checkpoint, out: Difference) -> li
     out.only_in_b = [n for n in [*right.tensors, *right.values] if n not in left.tensors and n not in left.values]
     adapters = [lora.find_lora(ckpt) for ckpt in (left, right)]
     out.adapter_a, out.adapter_b = (str(found) if found and found.alone else None for found in adapters)
+    for side, key, ckpt in ((out.only_in_a, "only_in_a", left), (out.only_in_b, "only_in_b", right)):
+        for n in side:
+            if n in ckpt.tensors:
+                part = out.components.setdefault(ckpt.component(n), ComponentDifference())
+                setattr(part, key, getattr(part, key) + 1)
     for n in left.values.keys() & right.values.keys():
         if not equal_values(left.values[n], right.values[n]):
             out.values[n] = (_format_value(left.values[n].data), _format_value(right.values[n].data))
@@ -196,39 +358,45 @@ def _compare_indexes(left: Checkpoint, right: Checkpoint, out: Difference) -> li
         if n not in right.tensors:
             continue
         s, t = left.tensors[n], right.tensors[n]
+        part = out.components.setdefault(s.component, ComponentDifference())
         if s.shape != t.shape:
             out.shapes[n] = (s.shape, t.shape)
         elif s.dtype != t.dtype and (s.dtype in PACKED or t.dtype in PACKED):
             out.shapes[n] = (_shape_in_numbers(s), _shape_in_numbers(t))
         else:
             common.append(n)
+        part.other_shape += n in out.shapes
         if s.dtype != t.dtype:
             out.dtypes[n] = (s.dtype, t.dtype)
     return common
 
 
-def _list_unequal(
+def _measure_equal(
     a: tuple[CheckpointPath, OpenOptions, OpenCheckpoint],
     b: tuple[CheckpointPath, OpenOptions, OpenCheckpoint],
     names: list[str],
     spec: WorkersSpec,
     progress: Progress,
-) -> list[str]:
-    """Return those of `names` that have to be compared element by element: tensors whose dtypes or digests differ.
-    Without workers that compute the digests, all of them.
+) -> dict[str, float]:
+    """Return {name: L2 norm} of those of `names` whose dtypes and digests are equal, so that they need not be compared
+    element by element; {} without workers that compute the digests.
 
     Args:
         a, b: the two checkpoints, each as (path, how it was opened, the open checkpoint).
         spec: the workers, as `diff` takes them.
     """
+    left, right = (opened.checkpoint.tensors for *_, opened in (a, b))
+    counter = StatisticsCounter(right, False)
     digests = []
-    for path, options, opened in (a, b):
+    for (path, options, opened), statistics in ((a, None), (b, counter)):
         with workers_for_reading(spec, path, opened.checkpoint.nbytes) as workers:
             if workers is None:
-                return names
-            digests.append(digest_with_workers(opened, path, options, workers, progress, "digest"))
-    left, right = (opened.checkpoint.tensors for *_, opened in (a, b))
-    return [n for n in names if left[n].dtype != right[n].dtype or digests[0][n] != digests[1][n]]
+                return {}
+            digests.append(
+                digest_with_workers(opened, path, options, workers, progress, "digest", statistics=statistics)
+            )
+    equal = [n for n in names if left[n].dtype == right[n].dtype and digests[0][n] == digests[1][n]]
+    return {n: (counter.found[n].norm if n in counter.found else None) or 0.0 for n in equal}
 
 
 def _shape_in_numbers(t: TensorEntry) -> tuple[int, ...]:
@@ -246,8 +414,8 @@ def _format_value(x: object) -> str:
 def _compare_data(
     x: OpenCheckpoint, y: OpenCheckpoint, names: list[str], rtol: float, atol: float, progress: Progress
 ) -> Iterator[tuple[TensorDifference, bool]]:
-    """Compare the bytes of tensors; yield (how it differs, whether all of it is within the tolerances) of every tensor
-    in which elements differ.
+    """Compare the bytes of tensors; yield (how it differs, whether it does and all of it is within the tolerances) of
+    every tensor.
 
     Raises:
         Differs: the bytes of a dtype differ that neither numpy nor torch has.
@@ -260,16 +428,29 @@ def _compare_data(
     for name in names:
         s, t = left.tensors[name], right.tensors[name]
         found = TensorDifference(name, s.numel * PACKED.get(s.dtype, 1))
-        close = True
+        close, squares = True, [0.0, 0.0]  # of A - B, and of B
         for first, p, q in side_by_side(streams, s, t):
             passed += len(p)
+            if t.dtype not in NOT_TORCHS:
+                squares[1] += sum_squares(numbers(q, t.dtype))
             if s.dtype == t.dtype and _are_equal(p, q):
                 continue
-            close = _measure_differences(found, first, p, q, s, t, rtol, atol) and close
+            measured, apart = _measure_differences(found, first, p, q, s, t, rtol, atol)
+            close, squares[0] = measured and close, squares[0] + apart
             progress("compare", passed, total)
-        if found.differing:
-            yield found, close and bool(rtol or atol)
+        found.distance, found.norm = map(math.sqrt, squares)
+        found.moved = _divide_norms(found.distance, found.norm)
+        yield found, bool(found.differing) and close and bool(rtol or atol)
         progress("compare", passed, total)
+
+
+def measure_moves(a: OpenCheckpoint, b: OpenCheckpoint, progress: Progress) -> dict[str, float]:
+    """Return {tensor: L2 norm of A - B relative to that of B} of the tensors that both have in one shape and whose
+    numbers can be read."""
+    left, right = a.checkpoint.tensors, b.checkpoint.tensors
+    names = [n for n, t in left.items() if n in right and t.shape == right[n].shape]
+    names = [n for n in names if not {left[n].dtype, right[n].dtype} & {*NOT_TORCHS, *PACKED}]
+    return {found.name: found.moved for found, _ in _compare_data(a, b, names, 0, 0, progress)}
 
 
 def _are_equal(p: memoryview, q: memoryview) -> bool:
@@ -295,9 +476,9 @@ def _measure_differences(
     t: TensorEntry,
     rtol: float,
     atol: float,
-) -> bool:
-    """Compare a piece of a tensor and add what differs to `out`; return whether all of the piece is within the
-    tolerances.
+) -> tuple[bool, float]:
+    """Compare a piece of a tensor and add what differs to `out`; return (whether all of the piece is within the
+    tolerances, the sum of the squares of the differences).
 
     Args:
         first: flat index of the first element of the piece.
@@ -309,6 +490,7 @@ def _measure_differences(
         Differs: neither numpy nor torch has the dtype.
     """
     import numpy as np
+    from ml_dtypes import finfo
 
     if s.dtype in NOT_TORCHS:
         raise Differs(
@@ -320,7 +502,7 @@ def _measure_differences(
     first, wholes = first * several, _shape_in_numbers(s)
     raw_equal = s.dtype == t.dtype
     wide: Any = np.complex128 if "complex" in s.dtype + t.dtype else np.float64
-    all_close = True
+    all_close, squares = True, 0.0
     for k in range(0, len(a), 1 << 18):  # in pieces that stay in the cache
         u, v = a[k : k + (1 << 18)], b[k : k + (1 << 18)]
         if raw_equal:
@@ -359,11 +541,18 @@ def _measure_differences(
         out.max_abs = max(out.max_abs, float(finite[top]))
         out.max_rel = max(out.max_rel, float(np.where(np.isnan(rel), 0, rel).max()))
         if raw_equal and "float" in s.dtype and u.dtype.itemsize in (1, 2, 4, 8):
-            out.max_ulp = max(out.max_ulp or 0, _measure_ulp(u[where], v[where]))
+            # of opposite signs, subnormal numbers alone are so close that their distance means something
+            smallest = float(finfo(u.dtype).smallest_normal)  # type: ignore[no-untyped-call]
+            opposite = (np.sign(f) * np.sign(g) < 0) & (np.maximum(np.abs(f), np.abs(g)) >= smallest)
+            out.opposite_signs += int(np.count_nonzero(opposite))
+            if not opposite.all():
+                out.max_ulp = max(out.max_ulp or 0, _measure_ulp(u[where][~opposite], v[where][~opposite]))
         with np.errstate(all="ignore"):
             ok = (np.isfinite(gap) & (gap <= atol + rtol * np.abs(g))) | both  # no tolerance reaches infinity
+            known = gap[~np.isnan(gap)]
+            squares += float(np.dot(known, known))
         all_close = all_close and bool(ok.all()) and not nans.any()
-    return all_close
+    return all_close, squares
 
 
 def _measure_ulp(u: Any, v: Any) -> int:

@@ -6,24 +6,21 @@ With `against`, a second pass over both measures how far each tensor moved: |a -
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Unpack
 
 from ..errors import UsageError, argument
 from ..huggingface import encodings
-from ..index.checkpoint import NOT_TORCHS, PACKED
+from ..index.fqns import fold_name
 from ..options import ReadKeywords, list_keywords
-from ..printable import Shown, printable
-from .copy.dtypes import numbers
+from ..printable import Shown, printable, replace_infinities
 from .copy.fill import Progress, silent
-from .copy.stream import side_by_side
 from .copy.tensor_digests import reporting
 from .copy.tensor_statistics import StatisticsCounter, TensorStatistics, merge_statistics
 from .copy.value_digests import state_roots
-from .diff import stream_blocks
-from .opening import CheckpointPath, OpenCheckpoint, OpenOptions, drop_other_layout, open_checkpoint
+from .diff import measure_moves
+from .opening import CheckpointPath, OpenOptions, drop_other_layout, open_checkpoint
 from .workers.coordinator import digest_with_workers, workers_for_reading
 from .workers.executors import WorkersSpec
 
@@ -80,7 +77,7 @@ class Statistics(Shown):
         """Return the same with one row for tensors whose names differ only in numbers: "layers.#.mlp.weight"."""
         groups: dict[tuple[str, str | None], list[StatisticsRow]] = {}
         for row in self.rows:
-            groups.setdefault((re.sub(r"(?<![^.\[])\d+(?![^.\]])", "#", row.name), row.codes), []).append(row)
+            groups.setdefault((fold_name(row.name), row.codes), []).append(row)
         return Statistics(
             [_fold(name, codes, rows) for (name, codes), rows in groups.items()],
             self.digest, self.not_read, self.only_here, self.only_there,
@@ -104,13 +101,16 @@ class Statistics(Shown):
         return Statistics(rows, self.digest, self.not_read, self.only_here, self.only_there)
 
     def to_json(self) -> dict[str, Any]:
-        """Convert to plain data."""
+        """Convert to plain data; numbers that are infinite become text."""
         rows = [
             {k: v for k, v in {**asdict(r), **asdict(r.numbers)}.items() if k not in ("numbers", "exponents")}
             | ({"exponents": r.numbers.exponents} if r.numbers.exponents else {})
             for r in self.rows
         ]
-        return {"rows": rows, **{k: getattr(self, k) for k in ("digest", "not_read", "only_here", "only_there")}}
+        return {
+            "rows": replace_infinities(rows),
+            **{k: getattr(self, k) for k in ("digest", "not_read", "only_here", "only_there")},
+        }
 
     def csv(self) -> Iterator[str]:
         """Yield the rows as lines of CSV, the first of them with the names of `COLUMNS`."""
@@ -239,37 +239,10 @@ def stats(
             with open_checkpoint(against, hints, check_hints=False) as other:
                 with reporting(progress):
                     other.locate()
-                moved = _measure_moves(opened, other, progress)
+                moved = measure_moves(opened, other, progress)
                 other.source.assert_unchanged()
                 out.only_here = [n for n in ckpt.tensors if n not in other.checkpoint.tensors]
                 out.only_there = [n for n in other.checkpoint.tensors if n not in ckpt.tensors]
             for row in rows:
                 row.moved = None if row.codes else moved.get(row.name)
-    return out
-
-
-def _measure_moves(opened: OpenCheckpoint, other: OpenCheckpoint, progress: Progress) -> dict[str, float]:
-    """Return {tensor: |here - there| / |there|} of the tensors that both have in one shape."""
-    import numpy as np
-
-    here, there = opened.checkpoint, other.checkpoint
-    names = [n for n, t in here.tensors.items() if n in there.tensors and t.shape == there.tensors[n].shape]
-    names = [n for n in names if not {here.tensors[n].dtype, there.tensors[n].dtype} & {*NOT_TORCHS, *PACKED}]
-    streams = [stream_blocks(opened, names), stream_blocks(other, names)]
-    total, passed = sum(here.tensors[n].nbytes for n in names), 0
-    out: dict[str, float] = {}
-    for name in names:
-        s, t = here.tensors[name], there.tensors[name]
-        apart = size = 0.0
-        wide: Any = "c16" if "complex" in s.dtype + t.dtype else "f8"
-        for _, p, q in side_by_side(streams, s, t):
-            pieces = [(numbers(v, e.dtype)) for v, e in ((p, s), (q, t))]
-            for k in range(0, len(pieces[0]), 1 << 18):
-                x, y = (piece[k : k + (1 << 18)].astype(wide) for piece in pieces)
-                with np.errstate(all="ignore"):
-                    apart += float(np.vdot(x - y, x - y).real)
-                    size += float(np.vdot(y, y).real)
-            passed += len(p)
-            progress("compare", passed, total)
-        out[name] = 0.0 if apart == 0 else math.sqrt(apart / size) if size else math.inf
     return out

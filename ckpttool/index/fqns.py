@@ -8,6 +8,7 @@ program's FQNs to another's.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 
@@ -18,6 +19,7 @@ from .paths import is_optimizer_state
 __all__ = [
     "EXTRA_STATE",
     "WRAPPERS",
+    "fold_name",
     "remove_prefix",
     "remove_wrappers",
     "remove_wrappers_from_origin",
@@ -33,6 +35,12 @@ WRAPPERS = frozenset(("_fsdp_wrapped_module", "_orig_mod", "_checkpoint_wrapped_
 #: The last part of the key under which `Module.state_dict()` has what `get_extra_state()` returns
 #: (torch/nn/modules/module.py).
 EXTRA_STATE = "_extra_state"
+
+
+def fold_name(name: str) -> str:
+    """Return a name with "#" for each number that is a part of it, so that alike layers have one name:
+    "layers.#.mlp.weight"."""
+    return re.sub(r"(?<![^.\[])\d+(?![^.\]])", "#", name)
 
 
 def split_extra_state(name: str) -> tuple[str, str] | None:

@@ -18,7 +18,7 @@ from .stream import Block
 if TYPE_CHECKING:
     from .dtypes import Array
 
-__all__ = ["StatisticsCounter", "TensorStatistics", "merge_statistics"]
+__all__ = ["StatisticsCounter", "TensorStatistics", "merge_statistics", "sum_squares"]
 
 _PIECE = 1 << 18  # elements that stay in the cache
 
@@ -136,6 +136,23 @@ def _measure(x: Array, with_exponents: bool) -> TensorStatistics:
             int(x.max()) if whole else float(wide.max()),
             exponents,
         )
+
+
+def sum_squares(x: Array) -> float:
+    """Return the sum of the squares of the finite numbers of an array, of complex ones of their absolute values."""
+    import numpy as np
+
+    total = 0.0
+    with np.errstate(all="ignore"):
+        for k in range(0, len(x), _PIECE):
+            piece = x[k : k + _PIECE]
+            wide = np.abs(piece.astype("c16")) if piece.dtype.kind == "c" else _widen(piece)
+            found = float(np.dot(wide, wide))
+            if not math.isfinite(found):
+                wide = wide[np.isfinite(wide)]
+                found = float(np.dot(wide, wide))
+            total += found
+    return total
 
 
 def _widen(x: Array) -> Array:

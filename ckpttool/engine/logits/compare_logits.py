@@ -19,7 +19,7 @@ from typing import IO, TYPE_CHECKING, Any
 
 from ...errors import Unsupported, UsageError, argument, kind_of_failure
 from ...options import CompareRequest, Progress
-from ...printable import Shown, count_noun, list_first
+from ...printable import Shown, count_noun, list_first, replace_infinities
 from .causes import LayerCause, explain_layer, find_config_differences
 from .prompts import ModelInputs, make_inputs, read_prompts
 from .sides import ModelSide
@@ -110,7 +110,7 @@ class LogitComparison(Shown):
 
     def to_json(self) -> dict[str, Any]:
         """Convert to plain data; numbers that are infinite or NaN become text."""
-        plain: dict[str, Any] = _without_infinities(asdict(self))
+        plain: dict[str, Any] = replace_infinities(asdict(self))
         return plain
 
     def summarise(self) -> dict[str, Any]:
@@ -148,15 +148,6 @@ class LogitComparison(Shown):
             yield f"other values: {len(self.weights_differ):,} of {self.weights:,} weights, {first}"
         on = count_noun(self.prompts, "prompt")
         yield f"{self.word}: {self.model} on {on}, computed in {self.dtype} on {self.device}"
-
-
-def _without_infinities(data: Any) -> Any:
-    """Return plain data with text in the place of numbers that JSON does not have."""
-    if isinstance(data, dict):
-        return {k: _without_infinities(v) for k, v in data.items()}
-    if isinstance(data, (list, tuple)):
-        return [_without_infinities(v) for v in data]
-    return str(data) if isinstance(data, float) and not math.isfinite(data) else data
 
 
 def compare_sides(
