@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable
 from dataclasses import replace
 from math import prod
@@ -13,7 +14,7 @@ from ..errors import NotRecognised, UsageError, argument
 from ..options import OpenOptions, SizeRequest
 from ..printable import count_noun
 from .help import READING, about
-from .shared_options import NameMap, add_shared_options
+from .shared_options import NameMap, Workers, add_shared_options, pick_keywords
 from .terminal import (
     Json,
     Latest,
@@ -21,12 +22,14 @@ from .terminal import (
     Src,
     draw,
     find_newest,
+    note,
     print_json,
     say,
 )
 
 if TYPE_CHECKING:
     from ..engine.discover.detection import Checkpoints
+    from ..engine.inspect import Summary
     from ..index.checkpoint import Checkpoint
 
 __all__ = ["inspect"]
@@ -37,6 +40,8 @@ __all__ = ["inspect"]
     ("The checkpoints of a run, by step", "ckpttool inspect run"),
     ("The newest complete one of them", "ckpttool inspect run --latest"),
     ("All names", "ckpttool inspect step3.pt --tree"),
+    ("A row for all layers", "ckpttool inspect step3.pt --fold"),
+    ("A page for a ticket", "ckpttool inspect run/ckpt --html ckpt.html --stats"),
     ("File and byte range of every chunk", "ckpttool inspect run/ckpt --tensor '*.mlp.down_proj.weight'"),
     ("Does training fit on 8 devices, and how sharded?", "ckpttool inspect run/ckpt --fits 8x80GB"),
     exits=READING,
@@ -53,8 +58,24 @@ def inspect(
             "--tensor", help="Print file and byte range of every chunk of the tensors that match.", metavar="GLOB"
         ),
     ] = None,
+    fold: Annotated[
+        bool, typer.Option("--fold", help="List all tensors; those whose names differ only in numbers are one row.")
+    ] = False,
+    html: Annotated[
+        str | None,
+        typer.Option("--html", help="Write a page for a browser, in one file.", metavar="FILE"),
+    ] = None,
+    stats: Annotated[
+        bool, typer.Option("--stats", help="With --html: norms and histograms of all tensors; reads every byte.")
+    ] = False,
+    against: Annotated[
+        str | None,
+        typer.Option("--against", help="With --html: another checkpoint to compare; reads both.", metavar="PATH"),
+    ] = None,
+    force: Annotated[bool, typer.Option("--force", help="Replace the FILE of --html.")] = False,
     name_map: NameMap = None,
     latest: Latest = False,
+    workers: Workers = None,
     as_json: Json = False,
 ) -> None:
     """Show what a checkpoint contains, what it lacks, and what loads it; reads headers only."""
@@ -63,6 +84,10 @@ def inspect(
     from ..engine.opening import open_checkpoint
 
     path = find_newest(path, latest, as_json)
+    if html is not None:
+        look.check_page_file(html, path, force)
+    elif unused := [n for n, given in (("stats", stats), ("against", against), ("force", force)) if given]:
+        raise UsageError(f"{argument(unused[0], True)} is about the page. Give {argument('html')} FILE, too.")
     try:
         options = replace(reading, allow_equal_ranks=True, allow_mixed_steps=True)
         # a map looks at the config, whatever the layout
@@ -70,7 +95,7 @@ def inspect(
             path, options, check_hints=name_map is None, needed=lambda component: name_map is not None
         )
     except NotRecognised as e:
-        if not isinstance(e.below, Checkpoints) or show_tree or tensor is not None:
+        if not isinstance(e.below, Checkpoints) or show_tree or fold or tensor is not None or html is not None:
             raise
         if as_json:
             print_json(e.below.to_json())
@@ -92,11 +117,45 @@ def inspect(
             _print_chunks(opened.checkpoint, tensor, as_json)
             return
         s = look.summarise(opened, path, sizes)
+        rows = look.fold_tensors(opened.checkpoint) if fold else []
+        if html is not None:
+            _write_page(s, html, path, reading, stats, against, name_map, workers, as_json)
         if as_json:
             listed = {n: [t.dtype, list(t.shape)] for n, t in opened.checkpoint.tensors.items()} if show_tree else None
-            print_json({**s.to_json(), **({} if listed is None else {"names": listed})})
+            more = {"names": listed, "folded": rows if fold else None}
+            print_json({**s.to_json(), **{k: v for k, v in more.items() if v is not None}})
             return
-        draw(look.draw_summary(s), *([look.draw_tree(opened.checkpoint)] if show_tree else []))
+        trees = [look.draw_tree(opened.checkpoint)] if show_tree else []
+        draw(look.draw_summary(s), *trees, *([look.draw_folded(rows)] if fold else []))
+
+
+def _write_page(
+    summary: Summary,
+    file: str,
+    path: str,
+    reading: OpenOptions,
+    counted: bool,
+    against: str | None,
+    name_map: str | None,
+    workers: str | None,
+    as_json: bool,
+) -> None:
+    """Write the page of a checkpoint, with its statistics (`counted`) and what differs from the one at
+    `against` if asked for; say where on stderr."""
+    from ..engine.diff import diff
+    from ..engine.stats import stats
+
+    if name_map is not None and counted:
+        raise UsageError(f"{argument('stats', True)} reads names as they were saved; leave out {argument('map')}.")
+    with Meter(as_json) as meter:
+        statistics, compared = None, None
+        if counted:
+            statistics = stats(path, exponents=True, workers=workers, progress=meter, **pick_keywords(stats, reading))
+        if against is not None:
+            said = pick_keywords(diff, reading)
+            compared = diff(path, against, map=name_map, workers=workers, progress=meter, **said)
+        summary.save_html(file, statistics, compared, force=True)
+    note(f"{file}: {os.path.getsize(file):,} bytes", as_json)
 
 
 def _print_chunks(ckpt: Checkpoint, pattern: str, as_json: bool) -> None:

@@ -20,6 +20,7 @@ from ..index.checkpoint import NOT_TORCHS, PACKED, Checkpoint, TensorEntry
 from ..index.fqns import fold_name
 from ..options import Search, list_keywords
 from ..printable import Shown, count_noun, replace_infinities
+from ..storage import urls
 from .copy.dtypes import numbers
 from .copy.fill import Progress, silent
 from .copy.stream import Block, Reader, StreamJob, side_by_side
@@ -27,7 +28,15 @@ from .copy.tensor_digests import reporting
 from .copy.tensor_statistics import StatisticsCounter, sum_squares
 from .copy.value_digests import equal_values
 from .map_choice import rename_opened
-from .opening import CheckpointPath, OpenCheckpoint, OpenOptions, drop_other_layout, open_checkpoint, refuse_unused
+from .opening import (
+    CheckpointPath,
+    OpenCheckpoint,
+    OpenOptions,
+    drop_other_layout,
+    open_checkpoint,
+    refuse_unused,
+    show_path,
+)
 from .workers.coordinator import digest_with_workers, workers_for_reading
 from .workers.executors import WorkersSpec
 
@@ -143,6 +152,8 @@ class Difference(Shown):
     adapter_b: str | None = None
     changed: int = 0
     components: dict[str, ComponentDifference] = field(default_factory=dict)
+    a: str = ""  # what was compared, for people
+    b: str = ""
 
     def __bool__(self) -> bool:
         """Tell whether the two differ."""
@@ -313,8 +324,9 @@ def diff(
             left = x.checkpoint
         aside = [[r.to_json() for r in ckpt.unread] for ckpt in (left, right)]
         out = Difference(
-            tensors=len(left.tensors.keys() & right.tensors.keys()), not_read_a=aside[0], not_read_b=aside[1]
-        )
+            tensors=len(left.tensors.keys() & right.tensors.keys()), not_read_a=aside[0], not_read_b=aside[1],
+            a=urls.display_path(show_path(a)), b=urls.display_path(show_path(b)),
+        )  # fmt: skip
         common = _compare_indexes(left, right, out)
         equal: dict[str, float] = {}
         if map is None:

@@ -10,13 +10,15 @@ import os
 import re
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Unpack
 
-from ..errors import CkpttoolError, argument
+from ..errors import CkpttoolError, DestinationExists, UsageError, argument
 from ..formats.shown_values import instances_in, readable
 from ..huggingface import encodings, lora, model_files
 from ..index.checkpoint import PACKED, Checkpoint, TensorEntry, orphaned_optimizer_state, unnamed_optimizer_state
 from ..index.composites import MARK, composites, describe_composites, describe_unwrapped
+from ..index.fqns import fold_name
 from ..index.names import step_count
 from ..index.optimizers import describe_lost_slots, find_optimizers, find_per_rank_slots
 from ..index.weight_sets import describe_weight_sets
@@ -24,6 +26,7 @@ from ..options import Search, SizeRequest, list_keywords
 from ..printable import count_noun, list_first, printable
 from ..storage import urls
 from ..storage.source import Source
+from ..storage.whole_file import write_whole
 from .discover.next_steps import next_step
 from .discover.unread_files import human, listed
 from .opening import CheckpointPath, OpenCheckpoint, OpenOptions, open_checkpoint, show_path
@@ -31,9 +34,22 @@ from .opening import CheckpointPath, OpenCheckpoint, OpenOptions, open_checkpoin
 if TYPE_CHECKING:
     from rich.console import Console, RenderableType
 
+    from .diff import Difference
     from .memory import JobMemory
+    from .stats import Statistics
 
-__all__ = ["Summary", "describe_chunks", "draw_summary", "draw_tree", "human", "inspect", "summarise"]
+__all__ = [
+    "Summary",
+    "check_page_file",
+    "describe_chunks",
+    "draw_folded",
+    "draw_summary",
+    "draw_tree",
+    "fold_tensors",
+    "human",
+    "inspect",
+    "summarise",
+]
 
 
 def _format_count(n: int) -> str:
@@ -60,7 +76,8 @@ class Summary:
     "encoded_bits_per_parameter": bits that one takes, scales included; None where the files do not tell}, None where no
     weight is codes; `weights` the sets of weights besides the model, {"key", "tensors", "bytes", "what", "option"}, the
     option being what exports one; `next` one line: whether its trainer resumes from it as it is, and the command for
-    what it does not; `memory` what a job takes, where devices were given.
+    what it does not; `memory` what a job takes, where devices were given. `index` is the checkpoint that was summarised,
+    without bytes of tensors; JSON does not have it.
     """
 
     path: str
@@ -82,11 +99,49 @@ class Summary:
     encoding: dict[str, Any] | None = None
     weights: list[dict[str, Any]] = field(default_factory=list)
     memory: JobMemory | None = None
+    index: Checkpoint | None = field(default=None, repr=False, compare=False)
 
     def to_json(self) -> dict[str, Any]:
         """Convert to plain data."""
         memory = None if self.memory is None else self.memory.to_json()
-        return {**asdict(replace(self, memory=None)), "memory": memory}
+        plain = asdict(replace(self, memory=None, index=None)) | {"memory": memory}
+        return {k: v for k, v in plain.items() if k != "index"}
+
+    def to_html(self, statistics: Statistics | None = None, difference: Difference | None = None) -> str:
+        """Return a page about the checkpoint, as one HTML file that needs no network: sizes by module, which file and
+        rank has which rows, param groups, a list of all tensors to search and sort.
+
+        Args:
+            statistics: what `stats(path, exponents=True)` returned, for norms and histograms of every tensor.
+            difference: what `diff(path, other)` returned, for what differs from another checkpoint.
+
+        Raises:
+            UsageError: one of them is of another checkpoint.
+        """
+        from .page import render_checkpoint
+
+        assert self.index is not None  # `summarise` sets it
+        return render_checkpoint(self, self.index, statistics, difference)
+
+    def save_html(
+        self,
+        file: str | os.PathLike[str],
+        statistics: Statistics | None = None,
+        difference: Difference | None = None,
+        *,
+        force: bool = False,
+    ) -> None:
+        """Write the page of `to_html` to a file, which is complete or is not written.
+
+        Args:
+            force: replace a file that is there.
+
+        Raises:
+            DestinationExists: there is a file, and `force` is not set.
+            UsageError: the file is a part of the checkpoint, or cannot be written.
+        """
+        check_page_file(file, self.path, force)
+        write_whole(Path(file), self.to_html(statistics, difference), make=False)
 
     def __str__(self) -> str:
         return _record_drawing(draw_summary(self)).export_text().rstrip("\n")
@@ -94,6 +149,23 @@ class Summary:
     def _repr_html_(self) -> str:
         shape = '<pre style="line-height:1.2">{code}</pre>'
         return _record_drawing(draw_summary(self)).export_html(inline_styles=True, code_format=shape)
+
+
+def check_page_file(file: str | os.PathLike[str], source: str, force: bool) -> None:
+    """Refuse to write a page to a file that is there, unless `force` is set, or that is in the checkpoint at `source`,
+    which must not change.
+
+    Raises:
+        DestinationExists, UsageError: with why.
+    """
+    where, inside = os.path.realpath(file), os.path.realpath(source)
+    if urls.is_url(file):
+        raise UsageError(f"{argument('html', os.fspath(file))}: a page is written to a file here, not to a URL.")
+    if not urls.is_url(source) and (where == inside or where.startswith(inside.rstrip("/") + "/")):
+        raise UsageError(f"{file} is a part of {source}, which must not change. Choose another file.")
+    if os.path.isdir(where) or (os.path.lexists(file) and not force):
+        what = "a folder" if os.path.isdir(where) else f"already there; {argument('force', True)} replaces it"
+        raise DestinationExists(f"{file} is {what}.")
 
 
 def _record_drawing(drawing: RenderableType) -> Console:
@@ -180,6 +252,7 @@ def summarise(
         encoding=_describe_encoding(opened),
         weights=describe_weight_sets(ckpt) if ckpt.derived is None else [],
         memory=_size_job(ckpt, sizes),
+        index=ckpt,
     )
 
 
@@ -390,6 +463,22 @@ def describe_chunks(ckpt: Checkpoint, names: Iterable[str]) -> list[dict[str, An
     return out
 
 
+def fold_tensors(ckpt: Checkpoint) -> list[dict[str, Any]]:
+    """Describe tensors whose names differ only in numbers as one: "name" ("layers.#.weight"), "tensors" (how many),
+    "dtypes" and "shapes" {which: how many}, a shape as "131x36", "numbers" and "bytes" of all."""
+    out: dict[str, dict[str, Any]] = {}
+    for name, t in ckpt.tensors.items():
+        folded = fold_name(name)
+        row = out.setdefault(
+            folded, {"name": folded, "tensors": 0, "dtypes": {}, "shapes": {}, "numbers": 0, "bytes": 0}
+        )
+        for key, found in (("dtypes", t.dtype), ("shapes", "x".join(map(str, t.shape)) or "1 number")):
+            row[key][found] = row[key].get(found, 0) + 1
+        for key, n in (("tensors", 1), ("numbers", t.numbers), ("bytes", t.nbytes)):
+            row[key] += n
+    return list(out.values())
+
+
 # --------------------------------------------------------------------------------------------------------- drawing
 
 
@@ -560,3 +649,21 @@ def _grow_branch(node: Any, x: dict[str, Any]) -> None:
             text = repr(value)
             node.add(f"{escape(printable(key))} [dim]= {escape(text if len(text) < 60 else text[:57] + '...')}[/]")
         i += 1
+
+
+def draw_folded(rows: list[dict[str, Any]]) -> RenderableType:
+    """Draw what `fold_tensors` returned as a table of rich."""
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for title in ("name", "tensors", "dtype", "shape", "bytes"):
+        table.add_column(title, justify="right" if title in ("tensors", "bytes") else "left", overflow="fold")
+    for row in rows:
+        dtypes, shapes = (
+            ", ".join(f"{k} ({n:,})" if len(row[key]) > 1 else k for k, n in list(row[key].items())[:4])
+            + (f" and {len(row[key]) - 4} more" if len(row[key]) > 4 else "")
+            for key in ("dtypes", "shapes")
+        )
+        table.add_row(Text(printable(row["name"])), f"{row['tensors']:,}", dtypes, shapes, human(row["bytes"]))
+    return table
