@@ -130,14 +130,21 @@ def list_first(names: Iterable[object], most: int = 3) -> str:
 
 
 class Shown:
-    """A result that people look at: its `lines` are its text, and what a notebook shows."""
+    """A result that people look at: its `lines` are its text, and what a notebook shows; its repr is one line."""
 
     def lines(self) -> Iterator[str]:
         """Yield the text of the result, line by line, without line ends. Subclasses define it."""
         raise NotImplementedError
 
+    def headline(self) -> str:
+        """Return the result in one line: the first of its text, unless a subclass knows a better one."""
+        return next(self.lines(), "")
+
     def __str__(self) -> str:
         return "\n".join(map(printable, self.lines()))
+
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__}: {printable(self.headline())}>"
 
     def _repr_html_(self) -> str:
         import html  # half of what it takes is a table of entities

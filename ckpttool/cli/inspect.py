@@ -104,7 +104,7 @@ def inspect(
             say(line)
         return
     with found as opened:
-        if name_map is not None or tensor is not None:
+        if name_map is not None or tensor is not None or stats or against is not None:
             from ..engine.copy.tensor_digests import reporting
 
             with Meter(as_json) as meter, reporting(meter):

@@ -41,7 +41,7 @@ from .workers.part_requests import describe_job
 __all__ = ["PYTHON_BYTES", "ConvertResult", "choose_io_budget", "convert", "most_memory_bytes", "run_conversion"]
 
 
-@dataclass
+@dataclass(repr=False)
 class ConvertResult(Shown):
     """What a conversion did. Sizes are in bytes.
 

@@ -44,7 +44,7 @@ __all__ = ["SORTS", "ComponentDifference", "Difference", "TensorDifference", "di
 
 #: What `Difference.sorted_by` sorts by.
 SORTS = ("moved", "abs", "rel", "ulp", "name")
-_MOST_ULP = 1_000_000  # a larger distance says no more than that numbers are far apart
+_MOST_ULP = 1_000_000  # a larger distance says only that numbers are far apart, and is in JSON alone
 V = TypeVar("V")
 
 
@@ -82,8 +82,8 @@ class TensorDifference:
             f"max rel {self.max_rel:.3g}",
             f"relative L2 {self.moved:.3g}",
         ]
-        if self.max_ulp is not None:
-            parts.append(f"{self.max_ulp:,} ulp" if self.max_ulp <= _MOST_ULP else f"more than {_MOST_ULP:,} ulp")
+        if self.max_ulp is not None and self.max_ulp <= _MOST_ULP:
+            parts.append(f"{self.max_ulp:,} ulp")
         if self.opposite_signs:
             parts.append(f"{self.opposite_signs:,} of opposite signs")
         if self.nan_mismatch:
@@ -129,7 +129,7 @@ class ComponentDifference:
         return f"{counts}; {numbers}" if self.close or self.changed else counts
 
 
-@dataclass
+@dataclass(repr=False)
 class Difference(Shown):
     """What `diff` found; `equal` is True when nothing is listed, or all of it lies within the tolerances.
 
@@ -154,6 +154,7 @@ class Difference(Shown):
     components: dict[str, ComponentDifference] = field(default_factory=dict)
     a: str = ""  # what was compared, for people
     b: str = ""
+    index: Checkpoint | None = field(default=None, compare=False)  # A, without bytes of tensors; not in JSON
 
     def __bool__(self) -> bool:
         """Tell whether the two differ."""
@@ -161,8 +162,8 @@ class Difference(Shown):
 
     def to_json(self) -> dict[str, Any]:
         """Convert to plain data; numbers that are infinite or NaN become text."""
-        plain: dict[str, Any] = replace_infinities(asdict(self))
-        return plain
+        plain: dict[str, Any] = replace_infinities(asdict(replace(self, index=None)))
+        return {k: v for k, v in plain.items() if k != "index"}
 
     def sorted_by(self, order: str) -> Difference:
         """Return the same with `data` sorted by "name", or from the largest "moved", "abs", "rel" or "ulp", where
@@ -222,11 +223,13 @@ class Difference(Shown):
         for name, found in self.components.items():
             if self.changed or found.equal < sum(getattr(found, k) for k in _COUNTS):
                 yield f"{name}: {found}"
+        yield self.headline()
+
+    def headline(self) -> str:
+        """Return how many tensors both have, and how many of them differ."""
         close = f" ({self.within_tolerance} within the tolerance)" if self.within_tolerance else ""
-        yield (
-            f"{'equal' if self.equal else 'different'}: {self.tensors:,} tensors in both, {self.changed:,} with other "
-            f"values{close}"
-        )
+        word = "equal" if self.equal else "different"
+        return f"{word}: {self.tensors:,} tensors in both, {self.changed:,} with other values{close}"
 
 
 _COUNTS = ("equal", "close", "changed", "other_shape", "only_in_a", "only_in_b")
@@ -325,7 +328,7 @@ def diff(
         aside = [[r.to_json() for r in ckpt.unread] for ckpt in (left, right)]
         out = Difference(
             tensors=len(left.tensors.keys() & right.tensors.keys()), not_read_a=aside[0], not_read_b=aside[1],
-            a=urls.display_path(show_path(a)), b=urls.display_path(show_path(b)),
+            a=urls.display_path(show_path(a)), b=urls.display_path(show_path(b)), index=left,
         )  # fmt: skip
         common = _compare_indexes(left, right, out)
         equal: dict[str, float] = {}

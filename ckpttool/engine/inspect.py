@@ -60,7 +60,7 @@ def _format_count(n: int) -> str:
     return str(n)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Summary:
     """What a checkpoint is. Sizes are in bytes.
 
@@ -99,7 +99,7 @@ class Summary:
     encoding: dict[str, Any] | None = None
     weights: list[dict[str, Any]] = field(default_factory=list)
     memory: JobMemory | None = None
-    index: Checkpoint | None = field(default=None, repr=False, compare=False)
+    index: Checkpoint | None = field(default=None, compare=False)
 
     def to_json(self) -> dict[str, Any]:
         """Convert to plain data."""
@@ -120,8 +120,7 @@ class Summary:
         """
         from .page import render_checkpoint
 
-        assert self.index is not None  # `summarise` sets it
-        return render_checkpoint(self, self.index, statistics, difference)
+        return render_checkpoint(self, statistics, difference)
 
     def save_html(
         self,
@@ -142,6 +141,11 @@ class Summary:
         """
         check_page_file(file, self.path, force)
         write_whole(Path(file), self.to_html(statistics, difference), make=False)
+
+    def __repr__(self) -> str:
+        step = "" if self.step is None else f", step {self.step:,}"
+        text = f"{self.layout} checkpoint {self.path}{step}, {count_noun(self.tensors, 'tensor')}, {human(self.bytes)}"
+        return f"<Summary: {printable(text)}>"
 
     def __str__(self) -> str:
         return _record_drawing(draw_summary(self)).export_text().rstrip("\n")

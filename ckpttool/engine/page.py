@@ -1,6 +1,6 @@
 """The page of `inspect`: one HTML file about a checkpoint, which a browser shows without a network.
 
-    render_checkpoint(summary, checkpoint, statistics=None, difference=None) -> str
+    render_checkpoint(summary, statistics=None, difference=None) -> str
 
 What is short is HTML, made by the templates in `pages`. Everything about single tensors is JSON in columns, from which
 the page's script draws the treemap, the list and the details; `describe_tensors` makes it. A name in a checkpoint may
@@ -36,7 +36,7 @@ _MEASURES = ("moved", "max_abs", "max_rel", "max_ulp", "differing", "opposite_si
 
 
 def render_checkpoint(
-    summary: Summary, ckpt: Checkpoint, statistics: Statistics | None = None, difference: Difference | None = None
+    summary: Summary, statistics: Statistics | None = None, difference: Difference | None = None
 ) -> str:
     """Return a page about a checkpoint as one HTML file that refers to no other.
 
@@ -45,11 +45,16 @@ def render_checkpoint(
         difference: what `diff` found between it and another one; None compares nothing.
 
     Raises:
-        UsageError: `statistics` or `difference` is of another checkpoint.
+        UsageError: one of them is of another checkpoint.
     """
     environment = make_environment("ckpttool.pages")
     environment.filters |= {"human": human, "counted": count_noun}
-    data = describe_tensors(ckpt, statistics, difference)
+    # tensors of some layouts have no names until they are read, as the other two have done
+    indices = [x.index for x in (statistics, difference, summary) if x is not None and x.index is not None]
+    for one, what in ((statistics, "statistics"), (difference, "difference")):
+        if one is not None and (one.index is None or one.index.root != indices[-1].root):
+            raise UsageError(f"{what}: it is of another checkpoint than {summary.path}.")
+    data = describe_tensors(indices[0], statistics, difference)
     text = json.dumps(data, separators=(",", ":"), allow_nan=False)
     groups = (summary.optimizer or {}).get("groups", [])
     parameters = summary.components.get("model", {}).get("elements")

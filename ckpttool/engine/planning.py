@@ -71,7 +71,7 @@ from .transform.vocabulary_size import resize_vocabulary
 __all__ = ["Plan", "choose_dtype", "open_model", "plan", "plan_conversion", "read_map"]
 
 
-@dataclass
+@dataclass(repr=False)
 class Plan(Shown):
     """A conversion that has not begun: the open source, the draft of the destination, its layout, and what becomes of
     every entry. Close it, or use `with`.

@@ -14,7 +14,7 @@ from ..errors import UsageError, argument
 from ..huggingface import encodings
 from ..index.fqns import fold_name
 from ..options import ReadKeywords, list_keywords
-from ..printable import Shown, printable, replace_infinities
+from ..printable import Shown, count_noun, printable, replace_infinities
 from .copy.fill import Progress, silent
 from .copy.tensor_digests import reporting
 from .copy.tensor_statistics import StatisticsCounter, TensorStatistics, merge_statistics
@@ -26,6 +26,8 @@ from .workers.executors import WorkersSpec
 
 if TYPE_CHECKING:
     from rich.table import Table
+
+    from ..index.checkpoint import Checkpoint
 
 __all__ = ["COLUMNS", "Statistics", "StatisticsRow", "stats"]
 
@@ -57,7 +59,7 @@ class StatisticsRow:
         return getattr(self, column) if column in self.__dict__ else getattr(self.numbers, column)
 
 
-@dataclass
+@dataclass(repr=False)
 class Statistics(Shown):
     """What `stats` found, in rows for each tensor in the order of the checkpoint; `folded` and `sorted_by` make other
     ones.
@@ -72,16 +74,14 @@ class Statistics(Shown):
     not_read: list[dict[str, Any]]
     only_here: list[str] = field(default_factory=list)
     only_there: list[str] = field(default_factory=list)
+    index: Checkpoint | None = field(default=None, compare=False)  # the checkpoint itself, without bytes of tensors
 
     def folded(self) -> Statistics:
         """Return the same with one row for tensors whose names differ only in numbers: "layers.#.mlp.weight"."""
         groups: dict[tuple[str, str | None], list[StatisticsRow]] = {}
         for row in self.rows:
             groups.setdefault((fold_name(row.name), row.codes), []).append(row)
-        return Statistics(
-            [_fold(name, codes, rows) for (name, codes), rows in groups.items()],
-            self.digest, self.not_read, self.only_here, self.only_there,
-        )  # fmt: skip
+        return replace(self, rows=[_fold(name, codes, rows) for (name, codes), rows in groups.items()])
 
     def sorted_by(self, column: str) -> Statistics:
         """Return the same with rows sorted by one of `COLUMNS`: names ascending, numbers descending, and rows without
@@ -98,7 +98,7 @@ class Statistics(Shown):
             rows = sorted(self.rows, key=lambda row: str(row.cell(column)))
         else:
             rows = sorted(self.rows, key=lambda row: _descending(row.cell(column)))
-        return Statistics(rows, self.digest, self.not_read, self.only_here, self.only_there)
+        return replace(self, rows=rows)
 
     def to_json(self) -> dict[str, Any]:
         """Convert to plain data; numbers that are infinite become text."""
@@ -123,6 +123,10 @@ class Statistics(Shown):
                 ["x".join(map(str, c)) if isinstance(c, tuple) else "" if c is None else c for c in cells]
             )
             yield out.getvalue()
+
+    def headline(self) -> str:
+        """Return how many rows and tensors there are."""
+        return f"{len(self.rows):,} rows of {count_noun(sum(row.tensors for row in self.rows), 'tensor')}"
 
     def lines(self) -> Iterator[str]:
         """Yield the table as text."""
@@ -233,7 +237,7 @@ def stats(
             )
             for n, t in ckpt.tensors.items()
         ]  # fmt: skip
-        out = Statistics(rows, state_roots(ckpt, digests), [r.to_json() for r in ckpt.unread])
+        out = Statistics(rows, state_roots(ckpt, digests), [r.to_json() for r in ckpt.unread], index=ckpt)
         if against is not None:
             hints = replace(drop_other_layout(against, options), weights=None)
             with open_checkpoint(against, hints, check_hints=False) as other:

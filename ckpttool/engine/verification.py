@@ -46,7 +46,7 @@ __all__ = [
 _SALVAGED = 5  # names of a salvaged copy that are shown
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class DigestResult(Shown):
     """`digest` {"all", "model", ...: Merkle root}, `tensors` {name: BLAKE3}, both in hex; `not_read` files that belong
     to the checkpoint and are no part of the digest, as `Unread.to_json` has them."""
@@ -88,7 +88,7 @@ def digest(
         return DigestResult(state_roots(ckpt, found), found, [r.to_json() for r in ckpt.unread])
 
 
-@dataclass
+@dataclass(repr=False)
 class VerifyResult(Shown):
     """What `verify` found; sizes in bytes. What was not asked for is None.
 

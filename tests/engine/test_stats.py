@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import json
 import math
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +18,10 @@ from safetensors.torch import save_file
 
 import ckpttool
 from ckpttool.engine.copy.tensor_statistics import TensorStatistics
-from ckpttool.engine.stats import COLUMNS, stats
-from ckpttool.errors import CkpttoolError, NotRecognised, UsageError
+from ckpttool.engine.page import describe_tensors
+from ckpttool.engine.stats import COLUMNS, Statistics, stats
+from ckpttool.errors import CkpttoolError, UsageError
+from ckpttool.index.checkpoint import NOT_TORCHS
 
 W3 = FIXTURES / "fsdp2_w3" / "ckpt"
 
@@ -60,30 +63,54 @@ def agree(found: TensorStatistics, x: np.ndarray[Any, Any], name: str) -> None:
             assert got == value, (name, key)
 
 
-def checkpoints() -> list[Path]:
-    """Every checkpoint among the fixtures."""
-    out: list[Path] = []
-    for top in sorted(p for p in FIXTURES.rglob("*") if (p.is_dir() and p.name in ("ckpt", "hf")) or p.suffix == ".pt"):
-        if not any(parent in top.parents for parent in out):
-            out.append(top)
-    return out
+def all_statistics(top: Path = FIXTURES, depth: int = 4) -> Iterator[tuple[Path, dict[str, Any], Statistics]]:
+    """The statistics of every checkpoint among the fixtures, and what it takes to read it."""
+    flat = top.parent / "flat_layout.json"
+    how: dict[str, Any] = {"flat_layout": flat} if top.name == "ckpt" and flat.exists() else {}
+    try:
+        yield top, how, stats(top, exponents=True, **how)
+    except CkpttoolError:
+        for path in sorted(top.iterdir()) if top.is_dir() and depth else ():
+            if path.suffix in (".pt", ".zst") or path.is_dir():
+                yield from all_statistics(path, depth - 1)
 
 
-def test_every_tensor_of_every_fixture_has_the_statistics_that_numpy_computes() -> None:
+def test_every_tensor_of_every_fixture_has_the_statistics_that_numpy_computes_and_the_page_shows_them() -> None:
     tensors = opened = 0
-    for path in checkpoints():
-        try:
-            found = stats(path)
-        except (NotRecognised, CkpttoolError):
-            continue
+    layouts, dtypes = set(), set()
+    for path, how, found in all_statistics():
+        assert found.index is not None
         opened += 1
-        with ckpttool.open(path) as ckpt:
-            assert [r.name for r in found.rows] == list(ckpt)
-            for row in found.rows[:: 1 + len(found.rows) // 16]:  # the rest is of the same kinds, and takes time
-                if ckpt[row.name].nbytes < 1 << 16:
-                    agree(row.numbers, ckpt[row.name].numpy(), f"{path} {row.name}")
+        layouts.add(found.index.layout)
+        shown = json.loads(json.dumps(describe_tensors(found.index, found)))
+        with ckpttool.open(path, **how) as ckpt:
+            assert shown["names"] == [r.name for r in found.rows] == list(ckpt)
+            for i, row in enumerate(found.rows):
+                entry = ckpt[row.name]
+                assert shown["dtypes"][shown["dtype"][i]] == row.dtype == entry.dtype
+                assert tuple(shown["shapes"][shown["shape"][i]]) == row.shape == entry.shape
+                assert shown["bytes"][i] == entry.nbytes
+                for key in ("norm", "mean", "std", "min", "max", "zeros", "nan", "infinite", "elements"):
+                    got, want = shown["statistics"][key][i], getattr(row.numbers, key)
+                    assert got == want if type(want) is not float else math.isclose(got, want, rel_tol=1e-6), (
+                        path,
+                        row.name,
+                        key,
+                    )
+                low, counts = (shown["statistics"]["exponents"] or {i: None})[i] or (0, [])
+                assert {low + k: n for k, n in enumerate(counts) if n} == row.numbers.exponents
+                fresh = row.dtype not in dtypes
+                # of each fixture a few, and the first of every dtype: the rest is of the same kinds, and takes time
+                if (
+                    (fresh or i % (1 + len(found.rows) // 5) == 0)
+                    and entry.nbytes < 1 << 16
+                    and row.dtype not in NOT_TORCHS
+                ):
+                    agree(row.numbers, entry.numpy(), f"{path} {row.name}")
+                    dtypes.add(row.dtype)
                     tensors += 1
-    assert opened > 60 and tensors > 900, (opened, tensors)
+    assert opened > 140 and tensors > 600 and len(layouts) > 15, (opened, tensors, layouts)
+    assert dtypes >= {"float32", "bfloat16", "float16", "float8_e4m3fn", "int64", "int32", "uint8", "bool"}, dtypes
 
 
 def odd(path: Path) -> Path:

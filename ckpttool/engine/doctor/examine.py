@@ -34,7 +34,7 @@ __all__ = ["Diagnosis", "Finding", "doctor"]
 _SHOWN = 10  # names of what is lost
 
 
-@dataclass
+@dataclass(repr=False)
 class Diagnosis(Shown):
     """What `doctor` found.
 

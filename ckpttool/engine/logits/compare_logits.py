@@ -63,7 +63,7 @@ class LogitNoise:
     largest: float
 
 
-@dataclass
+@dataclass(repr=False)
 class LogitComparison(Shown):
     """What `compare` found; `equal` is True if no logit differs by more than `bound`, or the KL divergence is at most
     the one that was allowed.
@@ -117,6 +117,10 @@ class LogitComparison(Shown):
         """Return the verdict and the numbers as plain data, without the layers and the weights."""
         plain = self.to_json()
         return dict(list(plain.items())[: list(plain).index("bound") + 1])
+
+    def headline(self) -> str:
+        """Return the verdict and the largest difference."""
+        return self.word + ("" if self.largest is None else f", largest logit difference {self.largest:.3g}")
 
     def lines(self) -> Iterator[str]:
         """Yield the verdict, the numbers, and what explains them."""

@@ -116,13 +116,13 @@
   // --------------------------------------------------------------------------------------------------- the treemap
 
   var here = root, map = $('map'), most = 48, mostInside = 24;
-  var changed = diff ? diff.changed : {};
+  var changed = diff ? diff.changed : {}, only = diff ? new Set(diff.only_here) : null;
   function movedOf(node) {  // the largest of its tensors
     if (node.moved === undefined) {
       var stack = [node], far = -1;
       while (stack.length) {
         var at = stack.pop();
-        if (at.tensor >= 0) far = Math.max(far, changed[at.tensor] ? Number(changed[at.tensor][0].toString().replace('inf', 'Infinity')) : 0);
+        if (at.tensor >= 0 && !only.has(at.tensor) && !diff.shapes[at.tensor]) far = Math.max(far, changed[at.tensor] ? Number(changed[at.tensor][0].toString().replace('inf', 'Infinity')) : 0);
         if (at.children) at.children.forEach(function (child) { stack.push(child); });
       }
       node.moved = far;
@@ -134,7 +134,7 @@
     component: function (node) { return colourOf(components.indexOf(pathOf(node.many ? node.above : node).split('.')[0])); },
     moved: function (node) {
       var far = movedOf(node);
-      if (!(far > 0)) return 'var(--t7)';
+      if (!(far > 0)) return far < 0 ? 'var(--t5)' : 'var(--t7)';
       return 'color-mix(in srgb, var(--t4) ' + Math.round(Math.max(12, Math.min(100, 100 + 25 * Math.log10(far)))) + '%, var(--t6))';
     }
   };
@@ -176,7 +176,7 @@
     all.slice(limit - 1).forEach(function (child) {
       rest.bytes += child.bytes;
       rest.tensors += child.tensors;
-      rest.moved = Math.max(rest.moved || 0, diff ? movedOf(child) : 0);
+      if (diff) rest.moved = Math.max(rest.moved === undefined ? -1 : rest.moved, movedOf(child));
       Object.keys(child.dtypes).forEach(function (k) { rest.dtypes[k] = (rest.dtypes[k] || 0) + child.dtypes[k]; });
     });
     rest.many = all.length - limit + 1;
@@ -273,7 +273,7 @@
       var kind = $('colour').value;
       if (kind === 'dtype') drawLegend($('legend'), data.dtypes.map(function (name, k) { return [name, colourOf(k)]; }));
       else if (kind === 'component') drawLegend($('legend'), components.map(function (name, k) { return [name, colourOf(k)]; }));
-      else drawLegend($('legend'), [['equal', 'var(--t7)'], ['moved by less than 0.001 of its norm', 'var(--t6)'], ['moved by its norm or more', 'var(--t4)']]);
+      else drawLegend($('legend'), [['equal', 'var(--t7)'], ['only here, or of another shape', 'var(--t5)'], ['moved by less than 0.001 of its norm', 'var(--t6)'], ['moved by its norm or more', 'var(--t4)']]);
       drawMap();
     }
     $('colour').addEventListener('change', draw);
@@ -285,7 +285,6 @@
   // A row is {name, tensor} or, folded, {name, members: [tensor, ...]}; of a tensor that only the other one has, {name, gone}.
   var list = $('list'), space = $('space'), rows = [], all = [], active = -1, chosen = null, folded = true, kind = 'all', printing = false;
   var lower = names.map(function (name) { return name.toLowerCase(); });
-  var only = diff ? new Set(diff.only_here) : null;
   var numeric = ['norm', 'mean', 'std', 'min', 'max', 'zeros', 'nan', 'infinite'];
   var columns = [
     {id: 'name', title: 'name', width: 'minmax(0,1fr)', text: function (r) { return r.name; }},
