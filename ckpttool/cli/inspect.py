@@ -85,7 +85,8 @@ def inspect(
 
     path = find_newest(path, latest, as_json)
     if html is not None:
-        look.check_page_file(html, path, force)
+        for source in (path, against or path):
+            look.check_page_file(html, source, force)
     elif unused := [n for n, given in (("stats", stats), ("against", against), ("force", force)) if given]:
         raise UsageError(f"{argument(unused[0], True)} is about the page. Give {argument('html')} FILE, too.")
     try:

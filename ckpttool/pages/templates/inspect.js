@@ -4,6 +4,7 @@
   // Everything that comes from the checkpoint is written as text, never as HTML, after `printable`.
   var data = JSON.parse(document.getElementById('data').textContent);
   var names = data.names, stats = data.statistics, diff = data.difference, count = names.length;
+  var changed = diff ? diff.changed : {}, only = diff ? new Set(diff.only_here) : null;
   var tip = document.getElementById('tip');
 
   function $(id) { return document.getElementById(id); }
@@ -45,6 +46,7 @@
     var small = x !== 0 && Math.abs(x) < 0.001;
     return (small || Math.abs(x) >= 1e7 ? x.toExponential(2) : String(Number(x.toPrecision(4)))).replace(/^-/, '−');
   }
+  function float(x) { return typeof x === 'string' ? Number(x.replace('inf', 'Infinity')) : x; }
   // Show a text beside the pointer, or beside an element that has the focus.
   function hint(e, text) {
     function place(x, y) {
@@ -79,26 +81,44 @@
 
   // ---------------------------------------------------------------------------------------------- the tree of modules
 
-  // A node has the tensors [i, ...] that end in it, and children by the next part of the name.
+  // A node is a part of a name; it has the tensor that ends in it, and the nodes of the next parts.
+  var nodes = [], modules = new Map();
   function makeNode(name, above) {
-    return {name: name, above: above, children: null, tensor: -1, bytes: 0, tensors: 0, elements: 0, dtypes: {}, distance: 0};
+    var node = {name: name, above: above, children: null, tensor: -1, bytes: 0, tensors: 0, dtypes: {}, moved: -1, many: 0};
+    nodes.push(node);
+    return node;
+  }
+  function childOf(node, name) {
+    if (!node.children) node.children = new Map();
+    var child = node.children.get(name);
+    if (!child) node.children.set(name, child = makeNode(name, node));
+    return child;
   }
   var root = makeNode('', null), depth = 48;
-  for (var i = 0; i < count; i++) {
-    var parts = names[i].split('.'), node = root, bytes = data.bytes[i];
-    if (parts.length > depth) parts = parts.slice(0, depth).concat(parts.slice(depth).join('.'));
-    for (var p = 0; ; p++) {
-      node.bytes += bytes;
-      node.tensors++;
-      node.dtypes[data.dtype[i]] = (node.dtypes[data.dtype[i]] || 0) + bytes;
-      if (p === parts.length) break;
-      if (!node.children) node.children = new Map();
-      var next = node.children.get(parts[p]);
-      if (!next) node.children.set(parts[p], next = makeNode(parts[p], node));
-      node = next;
+  function findModule(path) {
+    var node = modules.get(path);
+    if (!node) {
+      var parts = path.split('.');
+      if (parts.length > depth) parts = parts.slice(0, depth).concat(parts.slice(depth).join('.'));
+      modules.set(path, node = parts.reduce(childOf, root));
     }
-    node.tensor = i;
+    return node;
   }
+  for (var i = 0; i < count; i++) {
+    var dot = names[i].lastIndexOf('.'), leaf = childOf(dot < 0 ? root : findModule(names[i].slice(0, dot)), names[i].slice(dot + 1));
+    leaf.tensor = i;
+    leaf.bytes += data.bytes[i];
+    leaf.tensors++;
+    leaf.dtypes[data.dtype[i]] = data.bytes[i];
+    if (diff && !only.has(i) && !diff.shapes[i]) leaf.moved = changed[i] ? float(changed[i][0]) : 0;
+  }
+  function addTo(above, node) {
+    above.bytes += node.bytes;
+    above.tensors += node.tensors;
+    for (var k in node.dtypes) above.dtypes[k] = (above.dtypes[k] || 0) + node.dtypes[k];
+    above.moved = Math.max(above.moved, node.moved);  // the largest of its tensors; -1 where none was compared
+  }
+  for (i = nodes.length - 1; i > 0; i--) addTo(nodes[i].above, nodes[i]);
   function pathOf(node) {
     var out = [];
     for (; node.above; node = node.above) out.unshift(node.name);
@@ -116,24 +136,11 @@
   // --------------------------------------------------------------------------------------------------- the treemap
 
   var here = root, map = $('map'), most = 48, mostInside = 24;
-  var changed = diff ? diff.changed : {}, only = diff ? new Set(diff.only_here) : null;
-  function movedOf(node) {  // the largest of its tensors
-    if (node.moved === undefined) {
-      var stack = [node], far = -1;
-      while (stack.length) {
-        var at = stack.pop();
-        if (at.tensor >= 0 && !only.has(at.tensor) && !diff.shapes[at.tensor]) far = Math.max(far, changed[at.tensor] ? Number(changed[at.tensor][0].toString().replace('inf', 'Infinity')) : 0);
-        if (at.children) at.children.forEach(function (child) { stack.push(child); });
-      }
-      node.moved = far;
-    }
-    return node.moved;
-  }
   var colours = {
     dtype: function (node) { return colourOf(Number(largest(node.dtypes))); },
     component: function (node) { return colourOf(components.indexOf(pathOf(node.many ? node.above : node).split('.')[0])); },
     moved: function (node) {
-      var far = movedOf(node);
+      var far = node.moved;
       if (!(far > 0)) return far < 0 ? 'var(--t5)' : 'var(--t7)';
       return 'color-mix(in srgb, var(--t4) ' + Math.round(Math.max(12, Math.min(100, 100 + 25 * Math.log10(far)))) + '%, var(--t6))';
     }
@@ -173,12 +180,7 @@
     all.sort(function (a, b) { return b.bytes - a.bytes; });
     if (all.length <= limit) return all;
     var rest = makeNode('', node);
-    all.slice(limit - 1).forEach(function (child) {
-      rest.bytes += child.bytes;
-      rest.tensors += child.tensors;
-      if (diff) rest.moved = Math.max(rest.moved === undefined ? -1 : rest.moved, movedOf(child));
-      Object.keys(child.dtypes).forEach(function (k) { rest.dtypes[k] = (rest.dtypes[k] || 0) + child.dtypes[k]; });
-    });
+    all.slice(limit - 1).forEach(function (child) { addTo(rest, child); });
     rest.many = all.length - limit + 1;
     return all.slice(0, limit - 1).concat(rest);
   }
@@ -187,7 +189,7 @@
     var lines = [shorten(path, 300), human(node.bytes) + ', ' + (100 * node.bytes / Math.max(1, root.bytes)).toFixed(1) + ' % of all'];
     if (inside.tensor >= 0 && !inside.children) lines.push(data.dtypes[data.dtype[inside.tensor]] + ' ' + shapeText(inside.tensor));
     else lines.push(counted(node.tensors, 'tensor') + ', ' + Object.keys(node.dtypes).map(function (k) { return data.dtypes[k] + ' ' + human(node.dtypes[k]); }).join(', '));
-    if (diff && movedOf(node) >= 0) lines.push('relative L2 of the difference: at most ' + number(movedOf(node)));
+    if (diff && node.moved >= 0) lines.push('relative L2 of the difference: at most ' + number(node.moved));
     return lines.join('\n');
   }
   function labelOf(node, inside) {
@@ -284,7 +286,7 @@
 
   // A row is {name, tensor} or, folded, {name, members: [tensor, ...]}; of a tensor that only the other one has, {name, gone}.
   var list = $('list'), space = $('space'), rows = [], all = [], active = -1, chosen = null, folded = true, kind = 'all', printing = false;
-  var lower = names.map(function (name) { return name.toLowerCase(); });
+  var lower = null;
   var numeric = ['norm', 'mean', 'std', 'min', 'max', 'zeros', 'nan', 'infinite'];
   var columns = [
     {id: 'name', title: 'name', width: 'minmax(0,1fr)', text: function (r) { return r.name; }},
@@ -305,7 +307,6 @@
     return found.size === 1 ? found.values().next().value : found.size ? found.size + ' kinds' : 'only in B';
   }
   function sum(row, of) { return tensorsOf(row).reduce(function (a, i) { return a + of(i); }, 0); }
-  function float(x) { return typeof x === 'string' ? Number(x.replace('inf', 'Infinity')) : x; }
   function moved(row) {  // of several, the largest
     var far;
     tensorsOf(row).forEach(function (i) {
@@ -354,6 +355,7 @@
       if (path && name !== path && !(name.startsWith(path) && name[path.length] === '.')) continue;
       if (!isKind(i)) continue;
       if (words.length) {
+        if (!lower) lower = names.map(function (name) { return name.toLowerCase(); });
         var text = lower[i] + ' ' + data.dtypes[data.dtype[i]] + ' ' + shapeText(i);
         if (!words.every(function (word) { return text.indexOf(word) >= 0; })) continue;
       }
