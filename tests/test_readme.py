@@ -260,6 +260,32 @@ def test_every_command_of_getting_started_and_trainers_runs(desk: Path, monkeypa
     run_here(command_lines(PAGES["how-to/trainers.md"]), desk)
 
 
+def test_every_command_of_look_runs_and_prints_what_the_page_says(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import torch
+    from safetensors.torch import load_file
+
+    monkeypatch.chdir(tmp_path)
+    state = load_file(FIXTURES / "hf_llama" / "ckpt" / "model.safetensors")
+    after = {n: t * 1.01 if "mlp" in n else t.clone() for n, t in state.items()}
+    after["lm_head.weight"][3] *= -1
+    for step, model in ((100, state), (200, after)):
+        torch.save({"model": model, "step": step}, "x.pt")
+        Path("run").mkdir(exist_ok=True)
+        ckpttool.convert("x.pt", f"run/step-{step}", to="dcp", world_size=3)
+    page, printed = PAGES["how-to/look.md"], {}
+    for line in command_lines(page):
+        done = CliRunner().invoke(app, shlex.split(line)[1:])
+        assert done.exit_code == (5 if " diff " in line else 0), done.output
+        printed[line] = done.stdout
+    assert len(printed) == 3 and not_as_printed(page, printed) == []
+    numbers = re.findall(r"relative L2 [0-9.]+|[0-9,]+ ulp", page)
+    assert len(numbers) == 6 and all(n in printed[line] for n in numbers)
+    run_script(page, tmp_path)
+    assert Path("step-200.html").stat().st_size > 50_000 < Path("step-200-again.html").stat().st_size
+
+
 @pytest.mark.parametrize("page", [name for name in PAGES if name.startswith("how-to/trainers/")])
 def test_every_command_of_a_trainer_s_page_runs(page: str, desk: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     jobs = FIXTURES / "trainers"

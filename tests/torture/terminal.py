@@ -100,6 +100,7 @@ def commands(folder: Path, r: random.Random) -> list[list[Any]]:
         ["clean", folder], ["clean", hidden], ["layouts", evil], [evil], ["maps", evil], ["explain", evil], ["explain", evil, "--json"], ["adapter", "extract", a, out], ["adapter", "merge", a, b, out],
         ["push", a, f"hf://x/ {evil}", "--dry-run"], ["pull", f"hf://x/ {evil}", out],
         ["ls", folder], ["ls", hidden, "--json"], ["prune", folder, "--keep-last", 1], ["prune", folder, "--keep-best", f"{evil}:{evil}"],
+        ["inspect", a, "--fold"], ["inspect", a, "--html", f"{out}.html", "--stats", "--against", b], ["diff", a, b, "--sort", "moved", "--fold", "--top", 3],
         ["show", a, "*"], ["show", a, evil], ["show", a, f"{evil}[0]", "--json"], ["stats", a], ["stats", a, "--each", "--csv"], ["stats", a, "--json"],
         ["stats", b, "--against", a, "--sort", evil], ["average", a, b, out, "--to", "hf", "--drop", "-v"], ["compare", a, b, "--config", hidden],
         ["watch", folder, "--once", "--settle", 0, "--state", f"{out}.state", "--accept", evil], ["watch", hidden, "--once", "--settle", 0, "--state", f"{out}.hidden", "--json"],
