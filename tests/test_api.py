@@ -174,7 +174,7 @@ def test_a_difference_is_true_and_a_summary_draws_itself(tmp_path: Path) -> None
             len(repr(opened)) < 300 and "84 tensors" in repr(opened.checkpoint) and len(repr(opened.checkpoint)) < 300
         )
     with ckpttool.plan(DCP, tmp_path / "dcp", to="dcp") as planned:
-        assert "<Draft dcp: 84 tensors, " in repr(planned) and len(repr(planned.draft)) < 300
+        assert "84 tensors, " in repr(planned) and len(repr(planned)) < 300 and len(repr(planned.draft)) < 300
 
 
 #: Modules whose messages name whole commands of the program, or that only the program calls.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from pathlib import Path
 
@@ -14,6 +15,7 @@ from torch import Tensor
 
 import ckpttool
 from ckpttool.engine.diff import Difference, TensorDifference
+from ckpttool.errors import UsageError
 from ckpttool.index.checkpoint import ITEMSIZE
 
 
@@ -194,3 +196,78 @@ def test_the_command_compares_every_dtype_with_itself_and_with_others(dtype: str
         done = ckpttool_here("diff", one, saved(other, 2))
         assert done.returncode == 5, (other, done.stderr)
     assert ckpttool_here("diff", one, one).returncode == 0
+
+
+def changed_model(tmp_path: Path) -> tuple[Path, Path]:
+    """Two files of a model in which some of eight layers moved, signs turned, and names, shapes and NaN differ."""
+    g = torch.Generator().manual_seed(3)
+    a = {f"layers.{i}.w": torch.randn(131, 7, generator=g) for i in range(8)}
+    b = {n: t.clone() for n, t in a.items()}
+    for i in (1, 2, 6):
+        b[f"layers.{i}.w"] += 1e-3 * i * torch.randn(131, 7, generator=g)
+    b["layers.5.w"][3, 2] *= -1
+    b["layers.6.w"][0, 0] = math.nan
+    extra = {"head.w": torch.ones(3), "norm": torch.ones(4)}
+    torch.save({"model": {**a, **extra}, "optim": {}}, tmp_path / "a.pt")
+    torch.save({"model": {**b, "layers.9.w": torch.ones(2), "norm": torch.ones(5)}}, tmp_path / "b.pt")
+    return tmp_path / "a.pt", tmp_path / "b.pt"
+
+
+@pytest.mark.parametrize("workers", [None, 2])
+def test_relative_norms_and_the_summary_of_a_component_are_those_of_numpy(workers: int | None, tmp_path: Path) -> None:
+    a, b = changed_model(tmp_path)
+    found = ckpttool.diff(a, b, workers=workers)
+    moved: dict[str, float] = {}
+    apart, norms = [], []
+    with ckpttool.open(a) as x, ckpttool.open(b) as y:
+        for name in x:
+            if name not in y or x[name].shape != y[name].shape:
+                continue
+            u, v = (side[name].numpy().astype("f8").ravel() for side in (x, y))
+            apart.append(np.linalg.norm((u - v)[np.isfinite(u - v)]))
+            norms.append(np.linalg.norm(v[np.isfinite(v)]))
+            if not np.array_equal(u, v):
+                moved[name] = apart[-1] / norms[-1]
+    assert {t.name: t.moved for t in found.data} == pytest.approx(moved, rel=1e-12)
+    part = found.components["model"]
+    assert (part.equal, part.changed, part.other_shape, part.only_in_a, part.only_in_b) == (4, 4, 1, 1, 1)
+    assert part.moved == pytest.approx(np.linalg.norm(apart) / np.linalg.norm(norms), rel=1e-12)
+    assert part.max_abs == max(t.max_abs for t in found.data)
+    assert [t.opposite_signs > 0 for t in found.data if t.name == "model.layers.5.w"] == [True]
+    assert (
+        found.changed == 4
+        and json.loads(json.dumps(found.to_json(), allow_nan=False))["components"]["model"]["equal"] == 4
+    )
+
+
+def test_rows_are_sorted_folded_and_cut_and_the_rest_is_counted(tmp_path: Path) -> None:
+    a, b = changed_model(tmp_path)
+    found = ckpttool.diff(a, b)
+    for order, key in (("moved", "moved"), ("abs", "max_abs"), ("rel", "max_rel")):
+        values = [getattr(t, key) for t in found.sorted_by(order).data]
+        assert values == sorted(values, reverse=True) and len(values) == 4, order
+    assert found.sorted_by("ulp").data[0].opposite_signs == max(t.opposite_signs for t in found.data)
+    with pytest.raises(UsageError, match="no such order"):
+        found.sorted_by("size")
+    (row,) = found.folded().data
+    assert (row.name, row.tensors, row.differing) == ("model.layers.#.w", 4, sum(t.differing for t in found.data))
+    distance, norm = (math.hypot(*(getattr(t, key) for t in found.data)) for key in ("distance", "norm"))
+    assert row.moved == pytest.approx(distance / norm) and row.worst_name == found.sorted_by("abs").data[0].name
+    done = ckpttool_here("diff", a, b, "--sort", "moved", "--top", 1)
+    lines = [line for line in done.stdout.splitlines() if line.startswith("data:")]
+    assert done.returncode == 5 and lines[1:] == ["data: ... 3 more tensors"]
+    assert lines[0].startswith(f"data: {found.sorted_by('moved').data[0].name}: ")
+    assert "4 equal, 4 changed, 1 of another shape, 1 only in A, 1 only in B; max abs" in done.stdout
+    plain = json.loads(ckpttool_here("diff", a, b, "--sort", "abs", "--top", 2, "--json").stdout)
+    assert [t["name"] for t in plain["data"]] == [t.name for t in found.sorted_by("abs").data[:2]] and plain[
+        "changed"
+    ] == 4
+
+
+def test_a_change_of_sign_is_no_distance_and_a_large_one_is_not_printed(tmp_path: Path) -> None:
+    found = one(tmp_path, torch.tensor([1.0, -2.0, 1.0]), torch.tensor([1.0, 2.0, 1.0000001]))
+    assert (found.max_ulp, found.opposite_signs) == (1, 1) and "1 ulp, 1 of opposite signs" in str(found)
+    far = one(tmp_path, torch.tensor([1.0, 0.0]), torch.tensor([1.0, 3.0]))
+    assert far.max_ulp == 1077936128 and "ulp" not in str(far)  # too far apart to be counted in units
+    zero = one(tmp_path, torch.ones(2), torch.zeros(2))
+    assert zero.moved == math.inf

@@ -43,7 +43,7 @@
     if (x === null || x === undefined) return '–';
     if (typeof x === 'string') return x;
     if (Number.isInteger(x) && Math.abs(x) < 1e7) return commas(x);
-    var small = x !== 0 && Math.abs(x) < 0.001;
+    var small = x !== 0 && Math.abs(x) < 0.01;
     return (small || Math.abs(x) >= 1e7 ? x.toExponential(2) : String(Number(x.toPrecision(4)))).replace(/^-/, '−');
   }
   function float(x) { return typeof x === 'string' ? Number(x.replace('inf', 'Infinity')) : x; }
@@ -135,7 +135,7 @@
 
   // --------------------------------------------------------------------------------------------------- the treemap
 
-  var here = root, map = $('map'), most = 48, mostInside = 24;
+  var here = root, map = $('map'), most = 128;
   var colours = {
     dtype: function (node) { return colourOf(Number(largest(node.dtypes))); },
     component: function (node) { return colourOf(components.indexOf(pathOf(node.many ? node.above : node).split('.')[0])); },
@@ -182,7 +182,7 @@
     var rest = makeNode('', node);
     all.slice(limit - 1).forEach(function (child) { addTo(rest, child); });
     rest.many = all.length - limit + 1;
-    return all.slice(0, limit - 1).concat(rest);
+    return all.slice(0, limit - 1).concat(rest).sort(function (a, b) { return b.bytes - a.bytes; });
   }
   function describe(node) {
     var inside = skipSingles(node), path = node.many ? counted(node.many, 'smaller module') + ' of ' + (pathOf(node.above) || 'all') : pathOf(inside);
@@ -198,14 +198,15 @@
   }
   // Modules inside modules, the largest areas first, as long as there is room for more tiles.
   function drawMap() {
-    var colour = colours[$('colour').value], room = 500, queue = [[here, 0, 0, map.clientWidth, map.clientHeight, 0]];
+    var colour = colours[$('colour').value], wide = map.clientWidth, room = 600, queue = [[here, 0, 0, wide, map.clientHeight, 0]];
     map.replaceChildren();
     function put(node, x, y, w, h, level) {
       if (w < 3 || h < 3) return;
       var inside = skipSingles(node), opens = !node.many && inside.children && level < 5 && w > 70 && h > 46;
       var text = node.many ? '+' + commas(node.many) : shorten(labelOf(node, inside), Math.max(6, Math.floor(w / 7)));
       var e = element('button', w > 26 && h > 15 ? text : '', {type: 'button', className: opens ? 'outer' : ''});
-      e.style.cssText = 'left:' + x + 'px;top:' + y + 'px;width:' + w + 'px;height:' + h + 'px';
+      // in shares of the width, which is another one on paper
+      e.style.cssText = 'left:' + 100 * x / wide + '%;top:' + y + 'px;width:' + 100 * w / wide + '%;height:' + h + 'px';
       if (!opens) e.style.background = colour(node.many ? node : inside);
       e.setAttribute('aria-label', describe(node).replace(/\n/g, '; '));
       e.tabIndex = -1;
@@ -218,7 +219,7 @@
     while (queue.length && room > 0) {
       queue.sort(function (a, b) { return b[3] * b[4] - a[3] * a[4]; });
       var next = queue.shift(), level = next[5] + 1;
-      if (next[0].children) squarify(childrenOf(next[0], Math.min(room, level > 1 ? mostInside : most)), next[1], next[2], next[3], next[4], function (node, x, y, w, h) { put(node, x, y, w, h, level); });
+      if (next[0].children) squarify(childrenOf(next[0], Math.min(Math.max(2, room), most)), next[1], next[2], next[3], next[4], function (node, x, y, w, h) { put(node, x, y, w, h, level); });
     }
     if (!map.children.length) map.append(element('p', root.tensors ? 'Nothing here has bytes.' : 'No tensors.', {className: 'hint'}));
     else map.children[0].tabIndex = 0;
@@ -402,6 +403,7 @@
     return visible.filter(function (c) { return ['name', 'dtype', 'shape', 'bytes'].indexOf(c.id) >= 0 || c.id === wanted; });
   }
   function grid(visible) {
+    if (printing) return visible.slice(1).map(function (c) { return c.text ? 'minmax(0,1.5fr)' : 'minmax(0,1fr)'; }).join(' ');
     if (!isNarrow()) return visible.map(function (c) { return c.width; }).join(' ');
     return visible.slice(1).map(function (c) { return c.n ? 'max-content' : 'minmax(0,1fr)'; }).join(' ');
   }
@@ -475,7 +477,7 @@
   function choose(row, scroll) {
     var panel = $('chosen'), first = tensorsOf(row)[0];
     chosen = row;
-    panel.replaceChildren(element('h3', shorten(row.name, 600)));
+    panel.replaceChildren(element('h3', shorten(row.name, 300)));
     if (row.gone) { panel.append(element('p', 'Only the other checkpoint has this tensor.')); return; }
     var facts = [['dtype', columns[2].text(row)], ['shape', columns[3].text(row)], ['numbers', commas(sum(row, elementsOf))], ['bytes', human(columns[4].value(row))]];
     if (row.members && row.members.length > 1) facts.unshift(['tensors', commas(row.members.length)]);
@@ -523,7 +525,7 @@
       var y = n ? starts[k * n] / Math.max(1, high) : 0, h = n ? sizes[k * n] / Math.max(1, high) : 1;
       var x = n > 1 ? starts[k * n + 1] / Math.max(1, wide) : 0, w = n > 1 ? sizes[k * n + 1] / Math.max(1, wide) : 1;
       if (!(h > 0 && w > 0)) return;
-      var box = svg('rect', {x: 480 * x, y: 200 * y, width: 480 * w, height: 200 * h, class: 'box', style: 'fill:' + colourOf(Math.max(data.files.ranks[file], data.files.ranks[file] < 0 ? file : 0))});
+      var box = svg('rect', {x: 480 * x, y: 200 * y, width: 480 * w, height: 200 * h, class: 'box', 'stroke-width': 200 * h > 6 ? 1 : 0, style: 'fill:' + colourOf(Math.max(data.files.ranks[file], data.files.ranks[file] < 0 ? file : 0))});
       hint(box, spanText(k) + '\n' + fileLabel(file));
       picture.append(box);
       if (200 * h > 15 && 480 * w > 90) picture.append(svg('text', {x: 480 * x + 6, y: 200 * y + Math.min(200 * h / 2 + 4, 100), 'pointer-events': 'none'}, shorten(fileLabel(file), Math.floor(480 * w / 7))));
@@ -536,9 +538,9 @@
     }
     part.append(picture);
     if (n) part.append(element('p', 'Dimension ' + first + (n > 1 ? ' from top to bottom, ' + (first + 1) + ' from left to right' : ' from top to bottom') + (n > 2 ? '; the others are not drawn' : '') + '.', {className: 'hint'}));
-    var table = element('ul', null, {className: 'names'});
-    files.slice(0, 24).forEach(function (file, k) { table.append(element('li', spanText(k) + ': ' + fileLabel(file))); });
-    if (files.length > 24) table.append(element('li', 'and ' + commas(files.length - 24) + ' more'));
+    var table = element('ul', null, {className: 'names chunks', tabIndex: 0});
+    files.slice(0, 256).forEach(function (file, k) { table.append(element('li', spanText(k) + ': ' + fileLabel(file))); });
+    if (files.length > 256) table.append(element('li', 'and ' + commas(files.length - 256) + ' more'));
     part.append(table);
   }
   // How many numbers have which binary exponent, on a logarithmic scale.
@@ -562,7 +564,8 @@
     });
     picture.append(svg('path', {d: 'M0 175.5H480', class: 'axis'}));
     [low, Math.round((low + high) / 2), high].forEach(function (e, k) {
-      picture.append(svg('text', {x: [0, 240, 480][k], y: 193, 'text-anchor': ['start', 'middle', 'end'][k]}, number(Math.pow(2, e))));
+      if (k === 1 && high - low < 2) return;
+      picture.append(svg('text', {x: (e - low) * step, y: 193, 'text-anchor': ['start', 'middle', 'end'][k]}, number(Math.pow(2, e))));
     });
     part.append(picture, element('p', 'By absolute value; heights are logarithmic.', {className: 'hint'}));
   }
@@ -662,7 +665,6 @@
     printing = true;
     document.querySelectorAll('details').forEach(function (d) { d.open = true; });
     drawRows();
-    drawMap();
   });
-  window.addEventListener('afterprint', function () { printing = false; drawRows(); drawMap(); });
+  window.addEventListener('afterprint', function () { printing = false; drawRows(); });
 })();
