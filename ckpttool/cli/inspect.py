@@ -87,7 +87,8 @@ def inspect(
     if html is not None:
         for source in (path, against or path):
             look.check_page_file(html, source, force)
-    elif unused := [n for n, given in (("stats", stats), ("against", against), ("force", force)) if given]:
+    given = {"stats": stats, "against": against, "force": force, "workers": workers}
+    if html is None and (unused := [name for name, value in given.items() if value]):
         raise UsageError(f"{argument(unused[0], True)} is about the page. Give {argument('html')} FILE, too.")
     try:
         options = replace(reading, allow_equal_ranks=True, allow_mixed_steps=True)
@@ -114,13 +115,13 @@ def inspect(
             from ..engine.map_choice import rename_opened
 
             opened = rename_opened(opened, name_map, reading.config)
+        s = look.summarise(opened, path, sizes)
+        if html is not None:
+            _write_page(s, html, path, options, stats, against, name_map, workers, force, as_json)
         if tensor is not None:
             _print_chunks(opened.checkpoint, tensor, as_json)
             return
-        s = look.summarise(opened, path, sizes)
         rows = look.fold_tensors(opened.checkpoint) if fold else []
-        if html is not None:
-            _write_page(s, html, path, reading, stats, against, name_map, workers, as_json)
         if as_json:
             listed = {n: [t.dtype, list(t.shape)] for n, t in opened.checkpoint.tensors.items()} if show_tree else None
             more = {"names": listed, "folded": rows if fold else None}
@@ -139,10 +140,11 @@ def _write_page(
     against: str | None,
     name_map: str | None,
     workers: str | None,
+    force: bool,
     as_json: bool,
 ) -> None:
-    """Write the page of a checkpoint, with its statistics (`counted`) and what differs from the one at
-    `against` if asked for; say where on stderr."""
+    """Write the page of a checkpoint, with its statistics (`counted`) and what differs from the one at `against` if asked
+    for; say where on stderr."""
     from ..engine.diff import diff
     from ..engine.stats import stats
 
@@ -155,7 +157,7 @@ def _write_page(
         if against is not None:
             said = pick_keywords(diff, reading)
             compared = diff(path, against, map=name_map, workers=workers, progress=meter, **said)
-        summary.save_html(file, statistics, compared, force=True)
+        summary.save_html(file, statistics, compared, force=force)
     note(f"{file}: {os.path.getsize(file):,} bytes", as_json)
 
 

@@ -565,7 +565,7 @@ def _measure_differences(
         with np.errstate(all="ignore"):
             ok = (np.isfinite(gap) & (gap <= atol + rtol * np.abs(g))) | both  # no tolerance reaches infinity
             known = gap[~np.isnan(gap)]
-            squares += float(np.dot(known, known))
+            squares += float(np.einsum("i,i->", known, known))
         all_close = all_close and bool(ok.all()) and not nans.any()
     return all_close, squares
 

@@ -109,6 +109,7 @@ def test_the_command_writes_a_page_whole_and_nowhere_that_matters(tmp_path: Path
         (["--html", "s3://b/p.html"], 2, "not to a URL"),
         (["--stats"], 2, "Give --html FILE"),
         (["--against", source], 2, "Give --html FILE"),
+        (["--workers", "2"], 2, "Give --html FILE"),
     ):
         done = ckpttool_here("inspect", source, *words)
         assert done.returncode == code and said in done.stderr, (words, done.stderr)
