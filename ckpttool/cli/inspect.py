@@ -89,7 +89,8 @@ def inspect(
             look.check_page_file(html, source, force)
     given = {"stats": stats, "against": against, "force": force, "workers": workers}
     if html is None and (unused := [name for name, value in given.items() if value]):
-        raise UsageError(f"{argument(unused[0], True)} is about the page. Give {argument('html')} FILE, too.")
+        said = f"{argument(unused[0], True)} is about the page. Give {argument('html')} FILE, too."
+        raise UsageError(said, code="CKPT0204")
     try:
         options = replace(reading, allow_equal_ranks=True, allow_mixed_steps=True)
         # a map looks at the config, whatever the layout
@@ -143,13 +144,14 @@ def _write_page(
     force: bool,
     as_json: bool,
 ) -> None:
-    """Write the page of a checkpoint, with its statistics (`counted`) and what differs from the one at `against` if asked
-    for; say where on stderr."""
+    """Write the page of a checkpoint, with its statistics (`counted`) and what differs from the one at `against`, if asked;
+    say where on stderr."""
     from ..engine.diff import diff
     from ..engine.stats import stats
 
     if name_map is not None and counted:
-        raise UsageError(f"{argument('stats', True)} reads names as they were saved; leave out {argument('map')}.")
+        said = f"{argument('stats', True)} reads names as they were saved; leave out {argument('map')}."
+        raise UsageError(said, code="CKPT0204")
     with Meter(as_json) as meter:
         statistics, compared = None, None
         if counted:

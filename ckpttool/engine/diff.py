@@ -173,7 +173,8 @@ class Difference(Shown):
             UsageError: there is no such order.
         """
         if order not in SORTS:
-            raise UsageError(f"{argument('sort', order)}: there is no such order. There are {', '.join(SORTS)}.")
+            said = f"{argument('sort', order)}: there is no such order. There are {', '.join(SORTS)}."
+        raise UsageError(said, code="CKPT0207")
         keys: dict[str, Callable[[TensorDifference], Any]] = {
             "name": lambda t: t.name,
             "ulp": lambda t: (-t.opposite_signs, -(t.max_ulp or 0)),
@@ -229,7 +230,7 @@ class Difference(Shown):
         """Return how many tensors both have, and how many of them differ."""
         close = f" ({self.within_tolerance} within the tolerance)" if self.within_tolerance else ""
         word = "equal" if self.equal else "different"
-        return f"{word}: {self.tensors:,} tensors in both, {self.changed:,} with other values{close}"
+        return f"{word}: {count_noun(self.tensors, 'tensor')} in both, {self.changed:,} with other values{close}"
 
 
 _COUNTS = ("equal", "close", "changed", "other_shape", "only_in_a", "only_in_b")

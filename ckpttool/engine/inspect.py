@@ -164,12 +164,14 @@ def check_page_file(file: str | os.PathLike[str], source: str, force: bool) -> N
     """
     where, inside = os.path.realpath(file), os.path.realpath(source)
     if urls.is_url(file):
-        raise UsageError(f"{argument('html', os.fspath(file))}: a page is written to a file here, not to a URL.")
+        said = f"{argument('html', os.fspath(file))}: a page is written to a file here, not to a URL."
+        raise UsageError(said, code="CKPT0214")
     if not urls.is_url(source) and (where == inside or where.startswith(inside.rstrip("/") + "/")):
-        raise UsageError(f"{file} is a part of {source}, which must not change. Choose another file.")
+        said = f"{file} is a part of {source}, which must not change. Choose another file."
+        raise UsageError(said, code="CKPT0211")
     if os.path.isdir(where) or (os.path.lexists(file) and not force):
         what = "a folder" if os.path.isdir(where) else f"already there; {argument('force', True)} replaces it"
-        raise DestinationExists(f"{file} is {what}.")
+        raise DestinationExists(f"{file} is {what}.", code="CKPT0601")
 
 
 def _record_drawing(drawing: RenderableType) -> Console:

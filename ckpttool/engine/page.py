@@ -53,7 +53,7 @@ def render_checkpoint(
     indices = [x.index for x in (statistics, difference, summary) if x is not None and x.index is not None]
     for one, what in ((statistics, "statistics"), (difference, "difference")):
         if one is not None and (one.index is None or one.index.root != indices[-1].root):
-            raise UsageError(f"{what}: it is of another checkpoint than {summary.path}.")
+            raise UsageError(f"{what}: it is of another checkpoint than {summary.path}.", code="CKPT0223")
     data = describe_tensors(indices[0], statistics, difference)
     text = json.dumps(data, separators=(",", ":"), allow_nan=False)
     groups = (summary.optimizer or {}).get("groups", [])
@@ -197,7 +197,9 @@ def _list_statistics(names: list[str], statistics: Statistics) -> dict[str, Any]
     """
     rows = statistics.rows
     if odd := next(((n, r) for n, r in zip_longest(names, (r.name for r in rows)) if n != r), None):
-        raise UsageError(f"The statistics are not of this checkpoint's tensors: {odd[1]} stands for {odd[0]}.")
+        raise UsageError(
+            f"The statistics are not of this checkpoint's tensors: {odd[1]} stands for {odd[0]}.", code="CKPT0223"
+        )
     exponents = []
     for row in rows:
         counts = row.numbers.exponents
@@ -220,7 +222,8 @@ def _list_differences(index: dict[str, int], difference: Difference) -> dict[str
         try:
             return {name: index[name] for name in names}
         except KeyError as e:
-            raise UsageError(f"The difference is not one of this checkpoint: it has no tensor {e}.") from None
+            said = f"The difference is not one of this checkpoint: it has no tensor {e}."
+            raise UsageError(said, code="CKPT0223") from None
 
     data = {t.name: t for t in difference.data}
     return {
