@@ -34,7 +34,7 @@ __all__ = ["watch"]
     meaning={0: "ended by a signal; with --once: no save that is there is bad",
              3: "with --once: a save could not be judged", 4: "with --once: a save is damaged or sick",
              5: "with --once: a save is not what was recorded of it",
-             130: "with --once: stopped by a signal; the same command goes on"},
+             130: "with --once: stopped by a signal; the same command continues"},
 )  # fmt: skip
 @add_shared_options("only", "weights", "tag")
 def watch(
@@ -72,14 +72,14 @@ def watch(
                 if request.metrics is not None:
                     write_metrics(request.metrics, text)
 
-        def tell(event: dict[str, Any]) -> None:
+        def report(event: dict[str, Any]) -> None:
             """Print an event on stdout, as a line of JSON or for people; the metrics have it then."""
             publish()
             for line in [json.dumps(event)] if as_json else map(printable, describe_event(event)):
                 say(line)
             sys.stdout.flush()
 
-        watcher = Watcher(run, request, journal, tell)
+        watcher = Watcher(run, request, journal, report)
         try:
             publish()
             if request.once:
@@ -89,8 +89,8 @@ def watch(
                 watcher.watch(publish)
         except KeyboardInterrupt:
             if request.once:
-                raise Interrupted("stopped; the same command goes on where this one was.") from None
-            note("stopped; the same command goes on where this one was")  # the usual end of a watch
+                raise Interrupted("stopped; the same command continues where this one stopped.") from None
+            note("stopped; the same command continues where this one stopped")  # the usual end of a watch
         if request.once and (code := watcher.exit_code()):
             raise typer.Exit(code)
 

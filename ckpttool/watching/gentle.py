@@ -52,7 +52,7 @@ class Pace:
         self._kept = 0
 
     def start(self, source: Source | None) -> None:
-        """Begin to count anew, for the reads of a source; None where it is not open yet."""
+        """Start a new count for the reads of a source; None where it is not open yet."""
         self.source = source
         self.read_bytes = self._since = self._kept = self._done = 0
         self._what, self._began = "", time.monotonic()

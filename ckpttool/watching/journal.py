@@ -1,10 +1,10 @@
-"""The folder of a watcher: what it has found out, so that it goes on from there whenever it was killed.
+"""The folder of a watcher: what it has found out, so that it continues from there after a kill.
 
-    journal.jsonl      an event a line, appended and made durable before anybody hears of it
+    journal.jsonl      an event a line, appended and made durable before it is printed
     records/ID.json    of the newest proved saves: digest and norm of every tensor, which the next save is compared with
     latest.verified    a link to the newest proved save that is there
 
-A torn last line is removed, since nothing was said of its event. A record is written before the line that needs it, and
+A torn last line is removed, since its event was never printed. A record is written before the line that needs it, and
 the link is set after it.
 """
 

@@ -83,7 +83,7 @@ class MetricsServer:
     """Serves `text`, which the watcher replaces, at http://ADDRESS:PORT/metrics, from a thread.
 
     Raises:
-        UsageError: the port is taken, or is not ours to use.
+        UsageError: the port is in use, or this user may not listen there.
     """
 
     def __init__(self, address: str, port: int) -> None:

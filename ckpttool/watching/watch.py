@@ -1,6 +1,6 @@
-"""The loop of `watch`: find finished saves, read each, write down what was found, and tell it.
+"""The loop of `watch`: find finished saves, read each, write down what was found, and report it.
 
-Each look compares the folder with the journal, so that a watcher that was killed goes on with what is not there yet.
+Each look compares the folder with the journal, so a watcher that was killed continues with what is missing there.
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ class Watcher:
 
     Args:
         run: its folder.
-        tell: called with every event, after that is in the journal; {"event": "trouble"} is not written there.
+        report: called with every event, after it is in the journal; {"event": "trouble"} is not written there.
 
     `saves` are those that the last look found, at the time `looked`; `waiting` those of them that are to be read;
     `costs` is what reading has cost since the start: bytes of tensors, seconds of CPU time.
     """
 
-    def __init__(self, run: str, request: WatchRequest, journal: WatchJournal, tell: Callable[[Event], None]) -> None:
-        self.run, self.request, self.journal, self._tell = os.path.abspath(run), request, journal, tell
+    def __init__(self, run: str, request: WatchRequest, journal: WatchJournal, report: Callable[[Event], None]) -> None:
+        self.run, self.request, self.journal, self._report = os.path.abspath(run), request, journal, report
         self.pace = Pace(request.max_rate)
         self.saves: list[WatchedSave] = []
         self.waiting: list[WatchedSave] = []
@@ -86,7 +86,7 @@ class Watcher:
             if self.request.once:
                 raise
             if str(e) != self._trouble:  # of a file system that may come back
-                self._tell({"event": "trouble", "why": str(e)})
+                self._report({"event": "trouble", "why": str(e)})
             self._trouble = str(e)
             return
         self._trouble = ""
@@ -282,8 +282,8 @@ class Watcher:
             self._say({**_about(save), "event": "unfinished", "why": why})
 
     def _say(self, event: Event) -> None:
-        """Write an event into the journal, and tell it."""
-        self._tell(self.journal.append(event))
+        """Write an event into the journal, and report it."""
+        self._report(self.journal.append(event))
 
     # ---------------------------------------------------------------------------------------------------- what is good
 
