@@ -144,8 +144,8 @@ def _write_page(
     force: bool,
     as_json: bool,
 ) -> None:
-    """Write the page of a checkpoint, with its statistics (`counted`) and what differs from the one at `against`, if asked;
-    say where on stderr."""
+    """Write the page of a checkpoint, with statistics if `counted` and with what differs from the one at `against` if there
+    is one; say where on stderr."""
     from ..engine.diff import diff
     from ..engine.stats import stats
 
@@ -157,8 +157,8 @@ def _write_page(
         if counted:
             statistics = stats(path, exponents=True, workers=workers, progress=meter, **pick_keywords(stats, reading))
         if against is not None:
-            said = pick_keywords(diff, reading)
-            compared = diff(path, against, map=name_map, workers=workers, progress=meter, **said)
+            how = pick_keywords(diff, reading)
+            compared = diff(path, against, map=name_map, workers=workers, progress=meter, **how)
         summary.save_html(file, statistics, compared, force=force)
     note(f"{file}: {os.path.getsize(file):,} bytes", as_json)
 

@@ -174,7 +174,7 @@ class Difference(Shown):
         """
         if order not in SORTS:
             said = f"{argument('sort', order)}: there is no such order. There are {', '.join(SORTS)}."
-        raise UsageError(said, code="CKPT0207")
+            raise UsageError(said, code="CKPT0207")
         keys: dict[str, Callable[[TensorDifference], Any]] = {
             "name": lambda t: t.name,
             "ulp": lambda t: (-t.opposite_signs, -(t.max_ulp or 0)),
