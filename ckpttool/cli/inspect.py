@@ -144,8 +144,8 @@ def _write_page(
     force: bool,
     as_json: bool,
 ) -> None:
-    """Write the page of a checkpoint, with statistics if `counted` and with what differs from the one at `against` if there
-    is one; say where on stderr."""
+    """Write the page of a checkpoint, with statistics if `counted` and with what differs from the one at `against` if
+    there is one; say where on stderr."""
     from ..engine.diff import diff
     from ..engine.stats import stats
 
