@@ -29,7 +29,7 @@ def test_apt_get_runs_only_where_it_was_asked_for(asked: dict[str, str], install
     assert ran.exists() is installs, done.stderr
     *_, last = done.stderr.splitlines()
     assert last.startswith("not installed: chromium chromedriver promtool age zstd shellcheck (")
-    assert ("skipped: report.html in a browser" in last) is (asked.get("CI") != "true")
+    assert ("skipped: pages in a browser" in last) is (asked.get("CI") != "true")
     if not installs:
         assert len(done.stderr.splitlines()) == 1 and "TOOLS=1" in last
     assert os.listdir(tmp_path).count("bin") == 0

@@ -1,5 +1,5 @@
 #!/bin/sh
-# Programs that tests drive: a browser for report.html, promtool for metrics and alert rules, age and zstd for archives,
+# Programs that tests drive: a browser for pages, promtool for metrics and alert rules, age and zstd for archives,
 # shellcheck for the examples.
 # Usage: tools.sh BIN
 #
@@ -17,7 +17,7 @@ missing() {
 
 give_up() {
     tests=
-    case $(missing) in *chrom*) tests="$tests, report.html in a browser"; esac
+    case $(missing) in *chrom*) tests="$tests, pages in a browser"; esac
     case $(missing) in *promtool*) tests="$tests, metrics and alert rules"; esac
     case $(missing) in *age*|*zstd*) tests="$tests, archives opened with age and zstd"; esac
     case $(missing) in *shellcheck*) tests="$tests, the examples' scripts"; esac
