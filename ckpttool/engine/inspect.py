@@ -76,8 +76,8 @@ class Summary:
     "encoded_bits_per_parameter": bits that one takes, scales included; None where the files do not tell}, None where no
     weight is codes; `weights` the sets of weights besides the model, {"key", "tensors", "bytes", "what", "option"}, the
     option being what exports one; `next` one line: whether its trainer resumes from it as it is, and the command for
-    what it does not; `memory` what a job takes, where devices were given. `index` is the checkpoint that was summarised,
-    without bytes of tensors; JSON does not have it.
+    what it does not; `memory` what a job takes, where devices were given. `index` is the checkpoint that was
+    summarised, without bytes of tensors; JSON does not have it.
     """
 
     path: str
