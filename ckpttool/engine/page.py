@@ -76,6 +76,7 @@ def render_checkpoint(
         kind="plain",
         summary=summary,
         tiles=tiles,
+        printed=str(summary).splitlines(),
         full=max([1, *(c["bytes"] for c in summary.components.values())]),
         groups=groups[:_GROUPS],
         options=list(dict.fromkeys(k for g in groups[:_GROUPS] for k in g if k != "parameters")),

@@ -4,6 +4,7 @@ it: wide, narrow, light, dark, on paper, and with 100,000 tensors."""
 from __future__ import annotations
 
 import base64
+import html
 import json
 import math
 import time
@@ -78,6 +79,13 @@ def test_a_page_has_the_differences_that_numpy_measures(tmp_path: Path) -> None:
             assert row["moved"] == pytest.approx(np.linalg.norm(x - y) / np.linalg.norm(y), rel=1e-6)
             assert row["max_abs"] == pytest.approx(np.abs(x - y).max(), rel=1e-6)
             assert row["opposite_signs"] == (x * y < 0).sum() and row["differing"] == (x != y).sum()
+
+
+def test_a_page_has_all_that_inspect_prints() -> None:
+    summary = ckpttool.inspect(W3, fits="8x80GB")
+    page = summary.to_html()
+    assert len(str(summary).splitlines()) > 12
+    assert all(html.escape(line.strip(), quote=False) in page for line in str(summary).splitlines())
 
 
 def test_statistics_or_a_difference_of_another_checkpoint_are_refused() -> None:
