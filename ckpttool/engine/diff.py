@@ -506,7 +506,6 @@ def _measure_differences(
         Differs: neither numpy nor torch has the dtype.
     """
     import numpy as np
-    from ml_dtypes import finfo
 
     if s.dtype in NOT_TORCHS:
         raise Differs(
@@ -557,18 +556,32 @@ def _measure_differences(
         out.max_abs = max(out.max_abs, float(finite[top]))
         out.max_rel = max(out.max_rel, float(np.where(np.isnan(rel), 0, rel).max()))
         if raw_equal and "float" in s.dtype and u.dtype.itemsize in (1, 2, 4, 8):
-            # of opposite signs, subnormal numbers alone are so close that their distance means something
-            smallest = float(finfo(u.dtype).smallest_normal)  # type: ignore[no-untyped-call]
-            opposite = (np.sign(f) * np.sign(g) < 0) & (np.maximum(np.abs(f), np.abs(g)) >= smallest)
-            out.opposite_signs += int(np.count_nonzero(opposite))
-            if not opposite.all():
-                out.max_ulp = max(out.max_ulp or 0, _measure_ulp(u[where][~opposite], v[where][~opposite]))
+            _add_ulp(out, u[where], v[where], f, g)
         with np.errstate(all="ignore"):
             ok = (np.isfinite(gap) & (gap <= atol + rtol * np.abs(g))) | both  # no tolerance reaches infinity
             known = gap[~np.isnan(gap)]
             squares += float(np.einsum("i,i->", known, known))
         all_close = all_close and bool(ok.all()) and not nans.any()
     return all_close, squares
+
+
+def _add_ulp(out: TensorDifference, u: Any, v: Any, f: Any, g: Any) -> None:
+    """Add the largest distance in units in the last place between elements of two float arrays to `out`, and how many
+    of them have opposite signs.
+
+    Args:
+        u, v: the elements, in one dtype.
+        f, g: the same in float64.
+    """
+    import numpy as np
+    from ml_dtypes import finfo
+
+    # of opposite signs, subnormal numbers alone are so close that their distance means something
+    smallest = float(finfo(u.dtype).smallest_normal)  # type: ignore[no-untyped-call]
+    opposite = (np.sign(f) * np.sign(g) < 0) & (np.maximum(np.abs(f), np.abs(g)) >= smallest)
+    out.opposite_signs += int(np.count_nonzero(opposite))
+    if not opposite.all():
+        out.max_ulp = max(out.max_ulp or 0, _measure_ulp(u[~opposite], v[~opposite]))
 
 
 def _measure_ulp(u: Any, v: Any) -> int:
