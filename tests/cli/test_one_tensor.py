@@ -24,5 +24,7 @@ def test_no_command_says_1_tensors(tmp_path: Path) -> None:
         if "--to" in paths:
             paths[paths.index("--to") + 1] = words[words.index("--to") + 1]
         done = ckpttool_here(command, *paths)
-        found = re.findall(r"\b1 (?:tensor|value|entrie|file|rank|weight|parameter|step)s\b.*", done.stdout + done.stderr)
+        found = re.findall(
+            r"\b1 (?:tensor|value|entrie|file|rank|weight|parameter|step)s\b.*", done.stdout + done.stderr
+        )
         assert done.returncode in (0, 5) and not found, (command, done.stderr, found)
