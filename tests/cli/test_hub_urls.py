@@ -65,7 +65,7 @@ def test_without_a_token_a_repository_may_be_private(hub: Hub, url: str, monkeyp
     push(str(DCP), "hf://org/private", config=CONFIG)
     monkeypatch.delenv("HF_TOKEN")
     done = run("inspect", url)
-    assert done.returncode == 9 and done.stderr.count("\n") == 1
+    assert done.returncode == 9 and done.stderr.count("\n") == 2
     assert f"{url}: the Hub has no such repository, or it is private, and there is no token." in done.stderr
     assert "`hf auth login` or set HF_TOKEN" in done.stderr and "For more" not in done.stderr
 
