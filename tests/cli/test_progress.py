@@ -15,6 +15,7 @@ import torch
 from peers import FIXTURES
 
 import ckpttool
+from ckpttool.huggingface import hub_names
 
 DCP = FIXTURES / "fsdp2_w3" / "ckpt"
 
@@ -85,6 +86,7 @@ def test_steps_and_notes_are_logged(tmp_path: Path, caplog: pytest.LogCaptureFix
 
 
 def test_a_question_to_transformers_is_told_and_logged(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    hub_names._ask_child.cache_clear()  # which another test may have asked the same
     stages: list[tuple[str, int, int]] = []
     ckpttool.convert(FIXTURES / "hf_llama" / "ckpt", tmp_path / "a.pt")
     with caplog.at_level(logging.INFO, "ckpttool"):
