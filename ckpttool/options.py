@@ -402,7 +402,7 @@ class WriteRequest:
                 raise UsageError(f"{argument(name, number)}: it must be an integer of at least 1.", code="CKPT0203")
         if (self.world_size or 0) > MOST_RANKS:
             raise UsageError(
-                f"{argument('world_size', self.world_size)}: it must be at most {MOST_RANKS:,}.", code="CKPT0203"
+                f"{argument('world_size', self.world_size)}: it must be at most {MOST_RANKS:,}.", code="CKPT0209"
             )
         if isinstance(self.dequantize, str):
             raise UsageError(
@@ -445,7 +445,9 @@ class SizeRequest:
 
     def __post_init__(self) -> None:
         if self.fits is None and (given := [n for n in ("strategy", "optimizer") if getattr(self, n) is not None]):
-            raise UsageError(f"{argument(given[0])} is about the memory of a job; it goes with {argument('fits')}.")
+            raise UsageError(
+                f"{argument(given[0])} is about the memory of a job; it goes with {argument('fits')}.", code="CKPT0204"
+            )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -141,7 +141,10 @@ def convert(
     from ..engine.dry_run import estimate_conversion
 
     if plan_file is not None and not dry_run:
-        raise UsageError(f"{argument('plan', plan_file)} goes with {argument('dry_run', True)}, which writes the plan.")
+        raise UsageError(
+            f"{argument('plan', plan_file)} goes with {argument('dry_run', True)}, which writes the plan.",
+            code="CKPT0204",
+        )
     src = find_newest(src, latest, quiet or as_json)
     reading = replace(reading, salvage=salvage, fill_from=fill_from)
     # the layout, and its own options

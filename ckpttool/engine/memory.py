@@ -72,7 +72,9 @@ class Devices(NamedTuple):
         m = re.fullmatch(r"(?:(?:(\d{1,6})x)?(\d{1,6})x([\d.]+ *[a-z]+)|(\d{1,6}))", text.strip().lower())
         nodes, per_node = (int(m[1] or 1), int(m[2] or m[4])) if m else (0, 0)
         if m is None or not 0 < nodes * per_node <= 1_000_000:
-            raise UsageError(f"{argument('fits', text)}: write 8x80GB, or 4x8x80GB for 4 nodes of 8 devices.")
+            raise UsageError(
+                f"{argument('fits', text)}: write 8x80GB, or 4x8x80GB for 4 nodes of 8 devices.", code="CKPT0203"
+            )
         return cls(nodes, per_node, None if m[3] is None else parse_size(m[3]))
 
     @property
@@ -168,7 +170,9 @@ def size_job(ckpt: Checkpoint, request: SizeRequest) -> JobMemory:
         ("optimizer", (request.optimizer,), ("saved", *_OPTIMIZERS, None)),
     ):
         if odd := [x for x in given if x not in known]:
-            raise UsageError(f"{argument(name, odd[0])}: choose from {', '.join(filter(None, known))}.")
+            raise UsageError(
+                f"{argument(name, odd[0])}: choose from {', '.join(filter(None, known))}.", code="CKPT0203"
+            )
     state = _State(ckpt, request)
     by_torch, by_deepspeed = state.list_held("fsdp2"), state.list_held("zero3")
     units = _measure_units(by_torch)
@@ -290,7 +294,8 @@ class _State:
         given = request.optimizer or ("saved" if own or listed else "adamw")
         if given == "saved" and not (own or listed):
             raise UsageError(
-                f"{argument('optimizer', 'saved')}: this checkpoint has no optimizer. Choose adamw or sgd."
+                f"{argument('optimizer', 'saved')}: this checkpoint has no optimizer. Choose adamw or sgd.",
+                code="CKPT0205",
             )
         self._slots: dict[str, list[TensorEntry]] = {}
         for t in own if given == "saved" else ():
@@ -319,7 +324,9 @@ class _State:
         """
         weights = {n: t for n, t in self._ckpt.tensors.items() if t.component == "model"}
         if not weights:
-            raise Unsupported("The checkpoint has no weights of a model, so the memory of a job cannot be computed.")
+            raise Unsupported(
+                "The checkpoint has no weights of a model, so the memory of a job cannot be computed.", code="CKPT0317"
+            )
         tied = self._find_tied(weights)
         if coded := sum(t.dtype in ("uint8", "int8") or t.dtype.startswith("float8") for t in weights.values()):
             self.notes.append(f"{count_noun(coded, 'tensor')} of the model may be codes: they count as they are stored")

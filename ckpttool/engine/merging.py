@@ -204,7 +204,8 @@ def _plan_merge(base: OpenCheckpoint, theirs: OpenCheckpoint, request: MergeRequ
             raise
         raise Unsupported(
             f"the base model is quantised ({codes.summary()}), and an adapter is added to numbers. First write the "
-            f"base model with {argument('dequantize', ['*'])}, then merge the adapter into that."
+            f"base model with {argument('dequantize', ['*'])}, then merge the adapter into that.",
+            code="CKPT0318",
         ) from e
     if not changes:
         raise Unsupported("the adapter changes no tensor of the base model.", code="CKPT0323")

@@ -30,7 +30,7 @@ from blake3 import blake3
 from .. import layouts
 from .._version import __version__
 from ..bounded_json import encode, parse
-from ..errors import Corrupt, Differs, SourceChanged, Unsafe, Unsupported, UsageError, argument
+from ..errors import Differs, SourceChanged, Unsafe, Unsupported, UsageError, argument
 from ..index.checkpoint import Checkpoint, TensorEntry, Value
 from ..index.draft import Draft
 from ..options import OpenOptions, RunOptions, WriteRequest
@@ -59,8 +59,9 @@ _MOST_BYTES = 256 << 20  # 10^6 tensors
 _DEPTH = 3  # what is deeper is a line: a file, a tensor, an option
 _SHOWN = 5  # differences of one kind in a message
 _WHAT = "a file that `Plan.save` or a dry run of `ckpttool convert` wrote"
-#: Fields of requests that a plan has no place for: other commands' (merge, average), and how fast it is done.
-_LEFT_OUT = frozenset(("merge", "average", "options", "max_memory_bytes", "threads", "workers", "progress"))
+#: Fields of requests that a plan has no place for: other commands' (merge, average), functions of a program
+#: (change), and how fast it is done.
+_LEFT_OUT = frozenset(("merge", "average", "change", "options", "max_memory_bytes", "threads", "workers", "progress"))
 
 
 def with_absolute_paths(reading: OpenOptions) -> OpenOptions:
@@ -119,16 +120,21 @@ def describe_plan(planned: Plan, running: RunOptions) -> dict[str, Any]:
     only if, the conversions write the same bytes to the same place.
 
     Raises:
-        UsageError: the source was given as an object, or a URL has credentials.
+        UsageError: the source was given as an object, functions change it, or a URL has credentials.
         Unsupported: the server of the source gives no versions of its files.
     """
     opened, draft, source = planned.opened, planned.draft, planned.source
     if not isinstance(planned.src, (str, os.PathLike)):
-        raise UsageError("A plan file needs the path or URL of its source; this one was given as an open source.")
+        raise UsageError(
+            "A plan file needs the path or URL of its source; this one was given as an open source.", code="CKPT0223"
+        )
+    if planned.writing.change:
+        raise UsageError("A plan file has no place for functions that change tensors.", code="CKPT0223")
     if not opened.source.has_versions():
         raise Unsupported(
             "The server gives no versions of the source's files, so that nothing would show a change before the plan "
-            "is applied. Download them first."
+            "is applied. Download them first.",
+            code="CKPT0340",
         )
     there = draft.checkpoint
     options = {
@@ -191,9 +197,13 @@ def save_plan(path: str | os.PathLike[str], planned: Plan, running: RunOptions) 
     found, where = describe_plan(planned, running), os.path.abspath(path)
     inside = not urls.is_url(found["source"]["path"]) and os.path.realpath(found["source"]["path"])
     if inside and os.path.realpath(where).startswith(f"{inside}/"):
-        raise UsageError(f"{where} is inside the source, which must not change. Write the plan elsewhere.")
+        raise UsageError(
+            f"{where} is inside the source, which must not change. Write the plan elsewhere.", code="CKPT0211"
+        )
     if os.path.lexists(where) and not (os.path.isfile(where) and _begins_as_plan(where)):
-        raise UsageError(f"{where} is there and is no plan, so it is not replaced. Write the plan to another file.")
+        raise UsageError(
+            f"{where} is there and is no plan, so it is not replaced. Write the plan to another file.", code="CKPT0211"
+        )
     replace_file(where, (printable_json(found, depth=_DEPTH) + "\n").encode())
 
 
@@ -209,15 +219,17 @@ def read_plan(path: str | os.PathLike[str]) -> dict[str, Any]:
         with open(where, "rb") as f:
             data = f.read(_MOST_BYTES + 1)
     except OSError as e:
-        raise UsageError(f"{where} cannot be read: {e.strerror}. Give {_WHAT}.") from e
+        raise UsageError(f"{where} cannot be read: {e.strerror}. Give {_WHAT}.", code="CKPT0212") from e
     if len(data) > _MOST_BYTES:
-        raise Corrupt(f"{where}: more than {_MOST_BYTES >> 20} MiB, which no plan has.")
+        raise Unsafe(f"{where}: more than {_MOST_BYTES >> 20} MiB, which no plan has.", code="CKPT0704")
     found = parse(data, where)
     if not data.decode().translate(dict.fromkeys(map(ord, "\t\r\n"))).isprintable():
-        raise Unsafe(f"{where} has characters that do not print, which may hide from a reader what it says.")
+        raise Unsafe(
+            f"{where} has characters that do not print, which may hide from a reader what it says.", code="CKPT0703"
+        )
     wanted = {"ckpttool": str, "id": str, "source": dict, "destination": dict, "options": dict}
     if not isinstance(found, dict) or not all(type(found.get(k)) is kind for k, kind in wanted.items()):
-        raise UsageError(f"{where} is no plan of ckpttool. Give {_WHAT}.")
+        raise UsageError(f"{where} is no plan of ckpttool. Give {_WHAT}.", code="CKPT0212")
     return found
 
 
@@ -230,15 +242,15 @@ def split_plan(plan: Mapping[str, Any]) -> tuple[str, str, OpenOptions, WriteReq
     src, dst = (plan[side].get("path") for side in ("source", "destination"))
     for text in (src, dst):
         if not isinstance(text, str) or _absolute(text) != text:
-            raise UsageError(f"the plan says {text!r} for a path; plans have absolute paths.")
+            raise UsageError(f"the plan says {text!r} for a path; plans have absolute paths.", code="CKPT0212")
     given = plan["options"]
     if odd := sorted(given.keys() - {"reading", "writing", "layout", "running"}):
-        raise UsageError(f"the plan has options for {odd[0]!r}, which this version does not know.")
+        raise UsageError(f"the plan has options for {odd[0]!r}, which this version does not know.", code="CKPT0212")
     writing = _make_request(WriteRequest, given.get("writing", {}))
     if "layout" in given:
         kind = layouts.target_of(writing.to, dst).options
         if kind is None:
-            raise UsageError(f"the plan has options of a layout, and {writing.to} has none.")
+            raise UsageError(f"the plan has options of a layout, and {writing.to} has none.", code="CKPT0212")
         writing = replace(writing, options=_make_request(kind, given["layout"]))
     reading = _make_request(OpenOptions, given.get("reading", {}))
     return src, dst, reading, writing, _make_request(RunOptions, given.get("running", {}))
@@ -260,16 +272,16 @@ def refuse_changes(plan: Mapping[str, Any], now: Mapping[str, Any]) -> None:
         return
     rows = [row for row in rows if row[0] != ("id",)] or rows  # it follows from the others
     changed = any(at[0] == "source" for at, _ in rows)
-    what = "the source is not the one that was planned" if changed else "the plan is not what would be done now"
     of: dict[tuple[str, ...], list[str]] = {}
     for at, text in rows:
         of.setdefault(at[:2], []).append(f"  {'.'.join(at)}: {text}")
     for parts in of.values():
         parts[_SHOWN:] = [f"  ... {len(parts) - _SHOWN:,} more like that"] if len(parts) > _SHOWN else []
-    raise (SourceChanged if changed else Differs)(
-        f"{what}: {count_noun(len(rows), 'difference')}. Nothing was written. Make the plan again, and review it.",
-        listing="\n".join(chain.from_iterable(of.values())),
-    )
+    listing = "\n".join(chain.from_iterable(of.values()))
+    many = f"{count_noun(len(rows), 'difference')}. Nothing was written. Make the plan again, and review it."
+    if changed:
+        raise SourceChanged(f"the source is not the one that was planned: {many}", listing=listing, code="CKPT0431")
+    raise Differs(f"the plan is not what would be done now: {many}", listing=listing, code="CKPT0506")
 
 
 def _list_differences(plan: Any, now: Any, at: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...], str]]:
@@ -302,7 +314,7 @@ def _list_given(request: object) -> dict[str, Any]:
     none.
 
     Raises:
-        Unsupported: a field is not declared as an option, such as a password of a layout.
+        UsageError: a field is not declared as an option, such as a password of a layout.
     """
     if request is None:
         return {}
@@ -311,7 +323,7 @@ def _list_given(request: object) -> dict[str, Any]:
     given = {f.name: given[f.name] for f in own if f.name in given and given[f.name] != f.default}
     shared = isinstance(request, (OpenOptions, WriteRequest, RunOptions))
     if odd := [f.name for f in own if f.name in given and not shared and "help" not in f.metadata]:
-        raise Unsupported(f"{type(request).__name__}.{odd[0]} has no place in a plan file.")
+        raise UsageError(f"{type(request).__name__}.{odd[0]} has no place in a plan file.", code="CKPT0223")
     return {n: list(x) if isinstance(x, tuple) else x for n, x in given.items()}
 
 
@@ -323,12 +335,12 @@ def _make_request(kind: type[R], given: Any) -> R:
     """
     own = {f.name: f for f in fields(kind) if f.name not in _LEFT_OUT}  # type: ignore[arg-type]
     if not isinstance(given, dict):
-        raise UsageError(f"the plan says {_abbreviate(given)} for options.")
+        raise UsageError(f"the plan says {_abbreviate(given)} for options.", code="CKPT0212")
     for name, value in given.items():
         if name not in own:
-            raise UsageError(f"the plan has the option {name!r}, which this version does not know.")
+            raise UsageError(f"the plan has the option {name!r}, which this version does not know.", code="CKPT0212")
         if not _fits(str(own[name].type), value):
-            raise UsageError(f"the plan says {_abbreviate(value)} for {argument(name)}.")
+            raise UsageError(f"the plan says {_abbreviate(value)} for {argument(name)}.", code="CKPT0212")
     return kind(**given)
 
 
@@ -387,5 +399,6 @@ def _refuse_credentials(src: str, dst: str, options: Mapping[str, Mapping[str, A
         if urls.is_url(text) and urls.redact_url(text) != text:
             raise UsageError(
                 f"{urls.redact_url(text)} was given with credentials or a query, which a plan file would show to whom "
-                "reviews it. Give them by the environment, or convert without a plan."
+                "reviews it. Give them by the environment, or convert without a plan.",
+                code="CKPT0214",
             )

@@ -526,6 +526,8 @@ class Checkpoint:
             self,
             tensors={k: v for k, v in self.tensors.items() if v.component in keep},
             values={k: v for k, v in self.values.items() if v.component in keep},
+            recorded={n: d for n, d in self.recorded.items() if n.partition(".")[0] in keep},
+            recorded_values={n: d for n, d in self.recorded_values.items() if n.partition(".")[0] in keep},
             others=[o for o in self.others if o.name.partition(".")[0] in keep],
             left_arguments=self.arguments,
         )

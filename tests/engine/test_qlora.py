@@ -60,7 +60,7 @@ def test_the_merged_model_computes_what_pefts_does_and_begins_with_the_numbers_o
     assert "quantization_config" not in json.loads((tmp_path / "base" / "config.json").read_text())
     ckpttool.adapter_merge(tmp_path / "base", tmp_path / "merged", adapter=ADAPTER)
     ckpttool.convert(JOB, tmp_path / "plain.pt", dequantize=["*"])
-    ckpttool.adapter_merge(tmp_path / "plain.pt", tmp_path / "second.pt", adapter_config=str(ADAPTER), only=["model"])
+    ckpttool.adapter_merge(tmp_path / "plain.pt", tmp_path / "second.pt", adapter_config=str(ADAPTER), drop=True)
     base = AutoModelForCausalLM.from_pretrained(tmp_path / "base")
     wanted = PeftModel.from_pretrained(base, str(ADAPTER)).merge_and_unload()
     found, ids = AutoModelForCausalLM.from_pretrained(tmp_path / "merged"), truth["input_ids"]

@@ -280,3 +280,12 @@ def test_the_ranks_share_out_what_none_of_them_reads_whole(copy: Callable[[str],
     for share in shares:
         reader.opened.check_recorded(share)
     assert reader.bytes_checked == sum(reader.opened.ckpt.tensors[n].nbytes for n in every)
+
+
+@pytest.mark.parametrize("name", ["a.pt", "a.tar.zst"])
+def test_components_of_a_file_that_carries_its_own_digests_can_be_used_alone(name: str, tmp_path: Path) -> None:
+    torch.save(state(), tmp_path / "source.pt")
+    ckpttool.convert(tmp_path / "source.pt", tmp_path / name)
+    done = ckpttool.convert(tmp_path / name, tmp_path / "model.pt", only=["model"])
+    assert done.compared == done.tensors == 4
+    assert ckpttool.verify(tmp_path / name, read_data=True, only=["optim"]).recorded == "equal"
