@@ -293,6 +293,7 @@ _FLAGS = {
     "max_memory_bytes": "--max-memory",
     "threads": "--jobs",
     "max_shard_bytes": "--max-shard-size",
+    "set_values": "--set",
     "pull_request": "--pr",
     "member_bytes": "--member-size",
     "key": "--sign-key",

@@ -44,6 +44,7 @@ __all__ = [
     "Hints",
     "MergeKeywords",
     "MergeRequest",
+    "OpenKeywords",
     "OpenOptions",
     "PlanKeywords",
     "Progress",
@@ -53,6 +54,7 @@ __all__ = [
     "RestoreKeywords",
     "RunOptions",
     "Search",
+    "SearchPart",
     "SizeRequest",
     "WriteRequest",
     "list_keywords",
@@ -115,6 +117,7 @@ def option(
     least: float | None = None,
     most: float | None = None,
     repeated: bool = False,
+    commas: bool = False,
 ) -> Any:
     """Make a field of options: its default, and what the command line and the documentation say about it.
 
@@ -129,13 +132,14 @@ def option(
         metavar: what stands for the value in help texts.
         least, most: the smallest and the largest number that the command line takes.
         repeated: a list whose members are given one by one, and not in one text with commas.
+        commas: with `repeated`: either way.
 
     >>> @dataclass(frozen=True)
     ... class MyOptions:
     ...     rows: int = option(64, "Rows of a file.")
     """
     said = {"help": help, "panel": panel, "flag": flag, "size": size, "metavar": metavar, "least": least, "most": most}
-    return field(default=default, metadata=said | {"repeated": repeated})
+    return field(default=default, metadata=said | {"repeated": repeated, "commas": commas})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -243,8 +247,25 @@ class OpenOptions:
     )
     only: Iterable[str] | None = option(
         None,
-        "Components to use: model, optim, scheduler, scaler, rng, dataloader, trainer, extra.",
-        metavar="model,optim,...",
+        "What to use: components (model, optim, scheduler, scaler, rng, dataloader, trainer, extra), names, and globs "
+        "such as 'model.layers.[0-3].*'; may be repeated.",
+        metavar="model,GLOB,...",
+        repeated=True,
+        commas=True,
+    )
+    drop_matching: Iterable[str] | None = option(
+        None,
+        "Leave out the tensors and values whose names match; may be repeated.",
+        metavar="GLOB",
+        repeated=True,
+        commas=True,
+    )
+    rename: Mapping[str, str] | None = option(
+        None,
+        "Replace what matches in the names of parameters, in model and optimizer, as Python's re.sub does; may be "
+        "repeated.",
+        metavar="REGEX=NEW",
+        repeated=True,
     )
     weights: str | None = option(
         None,
@@ -279,7 +300,7 @@ class OpenOptions:
     )
 
     def __post_init__(self) -> None:
-        for name in ("only", "wrap"):
+        for name in ("only", "drop_matching", "wrap"):
             value = getattr(self, name)
             if isinstance(value, str):
                 raise UsageError(
@@ -287,7 +308,10 @@ class OpenOptions:
                 )
             if value is not None:
                 object.__setattr__(self, name, tuple(value))
-        if self.weights is not None and (self.salvage or set(self.only or ("model",)) != {"model"}):
+        object.__setattr__(self, "rename", dict(self.rename) if self.rename else None)
+        if self.weights is not None and (
+            self.salvage or {p.partition(".")[0] for p in self.only or ("model",)} != {"model"}
+        ):
             raise UsageError(
                 f"{argument('weights', self.weights)} makes a model of weights alone; it goes with neither "
                 f"{argument('salvage', True)} nor components other than the model in {argument('only')}.",
@@ -392,6 +416,21 @@ class WriteRequest:
         metavar="NAME|FILE",
     )
     ignore_recorded_digests: bool = option(False, "Do not compare the source with its recorded digests.")
+    set_values: Mapping[str, object] | None = option(
+        None,
+        "Give values (learning rates, counters, ...) whose names match another number or text; may be repeated.",
+        flag="--set",
+        metavar="GLOB=VALUE",
+        repeated=True,
+    )
+    reset: Iterable[str] | None = option(
+        None,
+        "Leave out state that the job starts anew: components (scheduler, optim, ...), or names or globs; may be "
+        "repeated.",
+        metavar="scheduler,GLOB,...",
+        repeated=True,
+        commas=True,
+    )
     expected: Mapping[str, str] | None = None  # {tensor: BLAKE3 in hex} that the source must have
     change: Mapping[str, Callable[[Page], Any]] | None = None  # {glob: what computes the tensor's numbers}
 
@@ -404,14 +443,13 @@ class WriteRequest:
             raise UsageError(
                 f"{argument('world_size', self.world_size)}: it must be at most {MOST_RANKS:,}.", code="CKPT0209"
             )
-        if isinstance(self.dequantize, str):
-            raise UsageError(
-                f"dequantize={self.dequantize!r} is a string; give a list, such as [{self.dequantize!r}].",
-                code="CKPT0203",
-            )
         # one way to say so, since plan_id compares requests
-        object.__setattr__(self, "dequantize", tuple(self.dequantize) if self.dequantize else None)
-        for name in ("cast", "keys"):
+        for name in ("dequantize", "reset"):
+            value = getattr(self, name)
+            if isinstance(value, str):
+                raise UsageError(f"{name}={value!r} is a string; give a list, such as [{value!r}].", code="CKPT0203")
+            object.__setattr__(self, name, tuple(value) if value else None)
+        for name in ("cast", "keys", "set_values"):
             object.__setattr__(self, name, dict(getattr(self, name)) if getattr(self, name) else None)
         object.__setattr__(self, "expected", None if self.expected is None else dict(self.expected))
         object.__setattr__(self, "map", None if self.map is None else os.fspath(self.map))
@@ -499,6 +537,13 @@ class Hints(TypedDict, total=False):
     wrap: Iterable[str] | None
 
 
+class PartKeywords(TypedDict, total=False):
+    """Which part of a checkpoint is read, besides `only`, and under which names."""
+
+    drop_matching: Iterable[str] | None
+    rename: Mapping[str, str] | None
+
+
 class Search(Hints, total=False):
     """`Hints`, and which checkpoint of a path is meant."""
 
@@ -511,6 +556,14 @@ class ReadKeywords(Search, total=False):
 
     allow_equal_ranks: bool
     allow_mixed_steps: bool
+
+
+class OpenKeywords(PartKeywords, ReadKeywords, total=False):
+    """Keywords of `open`, and of what reads checkpoints as it does."""
+
+
+class SearchPart(PartKeywords, Search, total=False):
+    """Keywords of `inspect` and `diff`, which refuse nothing."""
 
 
 # Those of writing, each class with what the one before it lacks.
@@ -547,6 +600,8 @@ class _Writing(_ToLayout, total=False):
     dequantize: Iterable[str] | None
     quantize: str | None
     map: str | os.PathLike[str] | None
+    set_values: Mapping[str, object] | None
+    reset: Iterable[str] | None
     expected: Mapping[str, str] | None
     change: Mapping[str, Callable[[Page], Any]] | None
 
@@ -568,7 +623,7 @@ class _Running(_Filling, total=False):
 # All keywords of a function that converts.
 
 
-class PlanKeywords(_Writing, ReadKeywords, total=False):
+class PlanKeywords(_Writing, OpenKeywords, total=False):
     """Keywords of `plan`."""
 
     only: Iterable[str] | None

@@ -29,6 +29,7 @@ from ckpttool.huggingface import model_files
 from ckpttool.index.checkpoint import Checkpoint, Chunks, TensorEntry, joined
 from ckpttool.index.draft import Draft, DraftFile, EarlierFile, Sink
 from ckpttool.index.names import find_misplaced_path, own_tree_is_readable, refuse_surrogates, step_count
+from ckpttool.index.selection import NOT_RESUMED, EntrySelection, unmatched_patterns
 from ckpttool.layouts import Layout, Place, ReadOptions, WriteOptions
 from ckpttool.program import Program
 from ckpttool.storage.source import Source
@@ -142,11 +143,14 @@ def _check_paths(ckpt: Checkpoint, source: Archive) -> None:
     if len(set(paths)) != len(paths) or ckpt.tensors.keys() & ckpt.values.keys():
         raise Corrupt(f"{what}: a value has the name of a tensor.", code="CKPT0425")
     only = source.provenance["only"]
-    if only is not None and set(only) != {p[0] for p in paths}:
+    names = list(map(joined, paths))
+    if only is not None and (unmatched_patterns(only, names) or not all(map(EntrySelection(tuple(only)).holds, names))):
         raise Corrupt(
             f"{source.root}/{plan.PROVENANCE}: only {', '.join(only)} were kept, it says; others are there.",
             code="CKPT0425",
         )
+    if only is not None and not EntrySelection(tuple(only)).by_component:
+        ckpt.notes.append(f"a part of a checkpoint was kept, {', '.join(only)}. {NOT_RESUMED}")
 
 
 # --------------------------------------------------------------------------------------------------------- writing

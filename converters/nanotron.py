@@ -99,7 +99,7 @@ def read(where: Place, options: ReadOptions) -> Checkpoint:
     reading.read_model()
     if options.only is None or options.only - {"model"}:
         reading.read_rest()
-    if options.only is None or "optim" in options.only:
+    if options.only is None or options.only & {"optim", "extra"}:  # which has the fp32 masters
         reading.read_optimizer()
     return reading.checkpoint()
 

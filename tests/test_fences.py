@@ -46,6 +46,7 @@ OUTSIDE: dict[str, set[str]] = {
     "cli.average": {"typer"},
     "cli.clean": {"typer"},
     "cli.compare": {"typer"},
+    "cli.completion": {"typer"},
     "cli.convert": {"typer"},
     "cli.diff": {"typer"},
     "cli.digest": {"typer"},

@@ -378,6 +378,15 @@ def test_every_command_of_the_guide_to_name_maps_runs(desk: Path, monkeypatch: p
     assert torch.load(desk / "theirs.pt")["model"]["b.1"].tolist() == [0, 3, 1, 4, 2, 5]
 
 
+def test_every_command_of_the_guide_to_parts_runs(desk: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(desk)
+    page = PAGES["how-to/parts.md"]
+    printed = run_here(command_lines(page), desk)
+    (shown,) = re.findall(r"^note ckpttool.*$", page, re.MULTILINE)
+    assert shown in printed["ckpttool inspect part"]
+    assert ckpttool.diff(desk / "run" / "ckpt", desk / "back.pt").equal
+
+
 def test_the_python_of_the_reference_runs(desk: Path) -> None:
     run_script(PAGES["reference/python.md"], desk)
 

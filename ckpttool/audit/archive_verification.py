@@ -241,7 +241,8 @@ def _compare_with_checkpoint(
     Raises:
         Differs: they are not equal.
     """
-    only = components if archive.provenance["only"] is not None else None
+    only = archive.provenance["only"]
+    only = components if only is not None and set(only) == set(components) else only
     found = diff(path or Place(archive.base, archive.file), against, only=only, workers=workers, progress=progress)
     if not found.equal:
         names = [

@@ -239,7 +239,14 @@ _KINDS: dict[str, Any] = {
     "tool": _is_text,
     "version": _is_text,
     "created": _or_none(_is_time),
-    "only": _or_none(lambda x: _is_list_of_texts(x) and x and set(x) <= set(COMPONENTS) and len(set(x)) == len(x)),
+    "only": _or_none(
+        lambda x: (
+            _is_list_of_texts(x)
+            and x
+            and {p for p in x if p.isidentifier()} <= set(COMPONENTS)
+            and len(set(x)) == len(x)
+        )
+    ),
     "meta": _is_dict_of_texts,
     "git_commit": _or_none(_is_text),
     "source": _is_source,

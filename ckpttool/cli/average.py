@@ -13,7 +13,7 @@ from .adapter.arguments import run_and_print
 from .convert import print_plan
 from .help import READING, about
 from .layout_options import add_layout_options
-from .shared_options import add_shared_options
+from .shared_options import EDITS, add_shared_options
 from .terminal import Json, Meter, Quiet, Verbose, print_json, split_commas
 
 __all__ = ["average"]
@@ -28,6 +28,7 @@ _NOT_OF_AVERAGES = (
     "regroup",
     "dequantize",
     "map",
+    *EDITS,
     "workers",
 )
 

@@ -8,7 +8,7 @@ import typer
 
 from ..options import CompareRequest, OpenOptions
 from .help import READING, about
-from .shared_options import NameMap, add_shared_options, pick_keywords
+from .shared_options import EDITS, NameMap, add_shared_options, pick_keywords
 from .terminal import Json, Latest, Meter, Quiet, Src, find_newest, note, print_json, say
 
 __all__ = ["compare"]
@@ -22,7 +22,7 @@ __all__ = ["compare"]
     exits=(*READING, 5),
     meaning={0: "equal within the bound", 5: "they differ"},
 )
-@add_shared_options("allow_equal_ranks", "allow_mixed_steps", "only")
+@add_shared_options("allow_equal_ranks", "allow_mixed_steps", "only", *EDITS)
 def compare(
     a: Src,
     b: Annotated[str, typer.Argument(help="Another checkpoint, in any layout.", show_default=False)],

@@ -238,6 +238,7 @@ def print_plan(found: DryRun, verbose: bool) -> None:
     for text in found.notes:
         say(f"note: {text}")
     sys.stdout.flush()
+    _print_changed({c["name"]: c["how"] for c in found.changed}, False, verbose)
     print_left_behind([(d["name"], d["bytes"], d["why"]) for d in found.dropped], False, verbose)
 
 

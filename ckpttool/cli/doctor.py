@@ -9,7 +9,7 @@ import typer
 
 from ..options import OpenOptions
 from .help import READING, about
-from .shared_options import add_shared_options, pick_keywords
+from .shared_options import EDITS, add_shared_options, pick_keywords
 from .terminal import (
     Json,
     Latest,
@@ -37,7 +37,7 @@ __all__ = ["doctor"]
         5: "it is sound, but does not fit --like",
     },
 )
-@add_shared_options("only", "weights", "like", "allow_equal_ranks", "allow_mixed_steps")
+@add_shared_options("only", "weights", "like", "allow_equal_ranks", "allow_mixed_steps", *EDITS)
 def doctor(
     path: Src,
     reading: OpenOptions,

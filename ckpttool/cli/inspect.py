@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable
 from dataclasses import replace
 from math import prod
 from typing import TYPE_CHECKING, Annotated
@@ -13,6 +12,7 @@ import typer
 from ..errors import NotRecognised, UsageError, argument
 from ..options import OpenOptions, SizeRequest
 from ..printable import count_noun
+from .completion import complete_name
 from .help import READING, about
 from .shared_options import NameMap, Workers, add_shared_options, pick_keywords
 from .terminal import (
@@ -55,7 +55,10 @@ def inspect(
     tensor: Annotated[
         str | None,
         typer.Option(
-            "--tensor", help="Print file and byte range of every chunk of the tensors that match.", metavar="GLOB"
+            "--tensor",
+            help="Print file and byte range of every chunk of the tensors that match.",
+            metavar="GLOB",
+            autocompletion=complete_name,
         ),
     ] = None,
     fold: Annotated[
@@ -176,10 +179,13 @@ def _print_chunks(ckpt: Checkpoint, pattern: str, as_json: bool) -> None:
     import fnmatch
 
     from ..engine.inspect import describe_chunks, human
+    from ..index.selection import explain_no_match
 
     names = [n for n in ckpt.tensors if fnmatch.fnmatchcase(n, pattern)]
     if not names:
-        raise UsageError(_explain_no_match(pattern, ckpt.tensors), code="CKPT0207")
+        raise UsageError(
+            f"{argument('tensor')} {pattern!r}: {explain_no_match(pattern, ckpt.tensors, 'tensor')}", code="CKPT0207"
+        )
     rows = describe_chunks(ckpt, names)
     if as_json:
         print_json(rows)
@@ -201,20 +207,3 @@ def _describe_folder(found: Checkpoints) -> list[str]:
     else:
         lines.append("next: give the path of one")
     return lines
-
-
-def _explain_no_match(pattern: str, names: Iterable[str]) -> str:
-    """Return a message that says that no name matches a pattern, and what to type instead."""
-    from difflib import get_close_matches
-
-    near = [n for n in names if pattern.strip("*").lower() in n.lower()]
-    if near and pattern.strip("*"):
-        hint = (
-            f"{'1 name contains' if len(near) == 1 else f'{len(near)} names contain'} it, first {near[0]}: use "
-            f"'*{pattern.strip('*')}*'"
-        )
-    elif close := get_close_matches(pattern, list(names), 1, 0.5):
-        hint = f"did you mean {close[0]!r}?"
-    else:
-        hint = f"the first is {next(iter(names), None)!r}"
-    return f"{argument('tensor')} {pattern!r}: no tensor matches; {hint}."

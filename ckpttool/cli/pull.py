@@ -11,7 +11,7 @@ from ..options import DEFAULT_LAYOUT, OpenOptions, RunOptions, WriteRequest
 from .help import READING, about
 from .layout_options import add_layout_options
 from .results import print_notes, print_result
-from .shared_options import add_shared_options
+from .shared_options import EDITS, add_shared_options
 from .terminal import Json, Meter, Quiet, Verbose, print_json, print_left_behind, say
 
 __all__ = ["pull"]
@@ -27,6 +27,7 @@ _ONLY_OF_CONVERT = (
     "dequantize",
     "quantize",
     "map",
+    *EDITS,
     "verify",
     "max_memory_bytes",
     "workers",

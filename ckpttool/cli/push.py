@@ -11,7 +11,7 @@ from ..options import HUB_LAYOUT, OpenOptions, WriteRequest
 from .help import READING, about
 from .layout_options import add_layout_options
 from .results import print_notes
-from .shared_options import add_shared_options
+from .shared_options import EDITS, add_shared_options
 from .terminal import (
     Json,
     Latest,
@@ -47,6 +47,7 @@ _OF_JOBS = (
     "dequantize",
     "quantize",
     "map",
+    *EDITS,
 )
 
 

@@ -19,7 +19,7 @@ from ..options import OpenOptions
 from ..printable import printable
 from ..resume.request import VerifyRequest
 from .help import READING, about
-from .shared_options import add_shared_options
+from .shared_options import EDITS, add_shared_options
 from .terminal import (
     Json,
     Latest,
@@ -56,7 +56,7 @@ __all__ = ["resume_verify"]
         12: "the checkpoint does not fit the job",
     },
 )
-@add_shared_options("only", "weights")
+@add_shared_options("only", "weights", *EDITS)
 def resume_verify(
     reading: OpenOptions,
     request: VerifyRequest,

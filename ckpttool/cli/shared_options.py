@@ -18,11 +18,15 @@ from typing import Annotated, Any, TypeVar
 import typer
 
 from ..options import RunOptions, WriteRequest, parse_size
-from .terminal import complete_layout, parse_cast_rules, split_commas
+from .completion import COMPLETIONS
+from .terminal import parse_rules, split_commas
 
-__all__ = ["NameMap", "Workers", "add_shared_options", "list_shared_options", "pick_keywords"]
+__all__ = ["EDITS", "NameMap", "Workers", "add_shared_options", "list_shared_options", "pick_keywords"]
 
 F = TypeVar("F", bound=Callable[..., None])
+
+#: Fields that change single entries; commands that take or make whole states lack them, and convert has them.
+EDITS = ("drop_matching", "rename", "set_values", "reset")
 
 
 def add_shared_options(*without: str, **defaults: object) -> Callable[[F], F]:
@@ -103,7 +107,7 @@ def _annotate(f: Field[Any]) -> Any:
         min=said["least"],
         max=said["most"],
         rich_help_panel=said["panel"],
-        autocompletion=complete_layout if said["metavar"] == "LAYOUT" else None,
+        autocompletion=COMPLETIONS.get(said["metavar"]),
         callback=_serve_if_worker if f.name == "workers" else None,
     )
     return Annotated[kind | None if f.default is None else kind, made]
@@ -128,7 +132,9 @@ def _parse(f: Field[Any], given: Any) -> Any:
     if f.metadata["size"]:
         return parse_size(given)
     if str(f.type).startswith("Mapping"):
-        return parse_cast_rules(given, f"--{f.name}", f.metadata["metavar"])
+        return parse_rules(given, f.metadata["flag"] or f"--{f.name}", f.metadata["metavar"])
+    if f.metadata["commas"]:
+        return [part for text in given for part in split_commas(text)]
     return split_commas(given) if str(f.type).startswith("Iterable") and not f.metadata["repeated"] else given
 
 

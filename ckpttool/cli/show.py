@@ -7,6 +7,7 @@ from typing import Annotated
 import typer
 
 from ..options import OpenOptions
+from .completion import complete_name
 from .help import READING, about
 from .shared_options import add_shared_options
 from .terminal import Json, Latest, Meter, Src, find_newest, note, print_json, say
@@ -27,7 +28,9 @@ def show(
     names: Annotated[
         list[str],
         typer.Argument(
-            help="Names or globs of tensors and values; behind a name, an index as numpy has it.", show_default=False
+            help="Names or globs of tensors and values; behind a name, an index as numpy has it.",
+            show_default=False,
+            autocompletion=complete_name,
         ),
     ],
     reading: OpenOptions,

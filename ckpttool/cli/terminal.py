@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING, Annotated, Any, TextIO, cast
 
 import typer
 
-from ..errors import UsageError
+from ..bounded_json import parse
+from ..errors import Corrupt, Unsafe, UsageError
 from ..printable import count_noun, printable, printable_json, printable_lines
 
 if TYPE_CHECKING:
@@ -30,14 +31,13 @@ __all__ = [
     "Quiet",
     "Src",
     "Verbose",
-    "complete_layout",
     "describe_memory",
     "draw",
     "find_newest",
     "make_console",
     "note",
     "open_streams",
-    "parse_cast_rules",
+    "parse_rules",
     "print_json",
     "print_left_behind",
     "print_unread",
@@ -54,13 +54,6 @@ Src = Annotated[
         show_default=False,
     ),
 ]
-
-
-def complete_layout(incomplete: str) -> list[str]:
-    """Return the names of layouts that begin with what was typed so far, for completion with TAB."""
-    from ..layouts import layouts
-
-    return [name for name in layouts() if name.startswith(incomplete.lower())]
 
 
 Json = Annotated[bool, typer.Option("--json", help="Print JSON on stdout.")]
@@ -127,19 +120,35 @@ def refuse_empty(arguments: Iterable[str]) -> None:
         before = text
 
 
-def parse_cast_rules(rules: list[str], flag: str = "--cast", metavar: str = "GLOB=DTYPE") -> dict[str, str]:
-    """Return {glob: dtype} of the values of --cast, "GLOB=DTYPE", or of another option with values of that form.
+def parse_rules(rules: list[str], flag: str, form: str) -> dict[str, Any]:
+    """Return {what: to what} of the values of an option, such as "GLOB=DTYPE".
+
+    Args:
+        flag: the option, for messages.
+        form: how a rule is written. What ends with VALUE has the first "=" between the two, and a number, text, list,
+            true, false or null as JSON spells them after it; others have the last one.
 
     Raises:
-        UsageError: one has no "=".
+        UsageError: one has no "=", or nothing before it.
     """
-    out: dict[str, str] = {}
+    out: dict[str, Any] = {}
+    plain = form.endswith("VALUE")
     for rule in rules:
-        pattern, eq, kind = rule.rpartition("=")
-        if not eq:
-            raise UsageError(f"{flag} {rule!r}: write {metavar}.", code="CKPT0203")
-        out[pattern] = kind
+        what, eq, to = rule.partition("=") if plain else rule.rpartition("=")
+        if not eq or not what:
+            raise UsageError(f"{flag} {rule!r}: write {form}.", code="CKPT0203")
+        out[what] = _parse_plain(to) if plain else to
     return out
+
+
+def _parse_plain(text: str) -> object:
+    """Parse a number, text, list, true, false or null as JSON has them, or True, False or None; any other text is
+    itself."""
+    words = {"True": True, "False": False, "None": None}
+    try:
+        return words[text] if text in words else parse(text.encode(errors="surrogateescape"), "value")
+    except (Corrupt, Unsafe):
+        return text
 
 
 #: Columns of a terminal: of most, and those that every part of a bar fits into.

@@ -18,7 +18,7 @@ from ..options import OpenOptions
 from ..printable import printable
 from ..watching.request import WatchRequest
 from .help import about
-from .shared_options import add_shared_options
+from .shared_options import EDITS, add_shared_options
 from .terminal import Json, Quiet, note, say
 
 __all__ = ["watch"]
@@ -36,7 +36,7 @@ __all__ = ["watch"]
              5: "with --once: a save is not what was recorded of it",
              130: "with --once: stopped by a signal; the same command continues"},
 )  # fmt: skip
-@add_shared_options("only", "weights", "tag")
+@add_shared_options("only", "weights", "tag", *EDITS)
 def watch(
     run: Annotated[str, typer.Argument(help="Folder that a trainer saves in.", show_default=False)],
     request: WatchRequest,

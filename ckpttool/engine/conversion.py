@@ -117,7 +117,7 @@ def convert(src: CheckpointPath, dst: str | os.PathLike[str], **keywords: Unpack
             `Fsdp1Options`, `ArchiveOptions` or `DirectoryOptions` (trainer, accelerate); `help` of these shows units
             and defaults.
         world_size: ranks of the job that will load it, at least 1; those of the source where None.
-        only: components to convert (["model", "optim"]); all where None.
+        only, drop_matching, rename: as `open`: a part of the source, and new names of parameters.
         weights: which weights are the model: the key of an average ("ema"), a file beside the checkpoint, or
             "schedule-free-x"; nothing else is in it then. As the trainer saved it where None.
         dtype: floating-point dtype of the weights ("bf16", "fp16", "fp32", "keep"); optimizer state keeps its own.
@@ -150,6 +150,9 @@ def convert(src: CheckpointPath, dst: str | os.PathLike[str], **keywords: Unpack
             a rule, and returns an array of the same shape; floating-point numbers are rounded to the dtype of the
             tensor. Each element is in one page, and a page may be computed again. Names are those that `open` shows,
             or what `dequantize` makes of them.
+        set_values: {glob of names of values: number, text or list}, such as {"optim.param_groups.*.lr": 1e-5}; the type
+            is that of the old one.
+        reset: components, and names or globs of entries, that are left out for the job to start them new.
         ignore_recorded_digests: do not compare the source with the digests in its ckpttool.json, or in itself.
         expected: {tensor: BLAKE3 in hex} that the source must have, instead of those in its ckpttool.json.
         max_memory_bytes: budget of all buffers of a process, in bytes; 150 MB where None, 220 MB where the source is in

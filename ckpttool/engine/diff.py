@@ -18,7 +18,7 @@ from ..huggingface import lora
 from ..index import boxes
 from ..index.checkpoint import NOT_TORCHS, PACKED, Checkpoint, TensorEntry
 from ..index.fqns import fold_name
-from ..options import Search, list_keywords
+from ..options import SearchPart, list_keywords
 from ..printable import Shown, count_noun, replace_infinities
 from ..storage import urls
 from .copy.dtypes import numbers
@@ -284,7 +284,7 @@ def diff(
     map: str | os.PathLike[str] | None = None,
     workers: WorkersSpec = None,
     progress: Progress = silent,
-    **reading: Unpack[Search],
+    **reading: Unpack[SearchPart],
 ) -> Difference:
     """Compare two checkpoints by names, dtypes, shapes and values.
 
@@ -295,7 +295,8 @@ def diff(
     Args:
         a, b: two folders, files or URLs.
         rtol, atol: relative and absolute tolerance; 0 where not given.
-        only: components to compare (["model"]); all where None.
+        only, drop_matching: what to compare, as `open`, by the names that each of the two has; all where None.
+        rename: as `open`; of `a` alone.
         weights: which weights of `a` are its model, as `open` takes it; of `b`, the model is compared then.
         source_layout: layout of those of the two that may be of this one, where the files alone do not tell.
         config, like, flat_layout, wrap, tag: as `open`, for those of the two whose layout uses them.
@@ -312,7 +313,8 @@ def diff(
     options = OpenOptions(only=only, weights=weights, allow_equal_ranks=True, allow_mixed_steps=True, **reading)
     of_each = [drop_other_layout(path, options) for path in (a, b)]
     if weights is not None:
-        of_each[1] = replace(of_each[1], only=("model",), weights=None)
+        of_each[1] = replace(of_each[1], only=of_each[1].only or ("model",), weights=None)
+    of_each[1] = replace(of_each[1], rename=None)
     if options.source_layout is not None and not any(one.source_layout for one in of_each):
         raise UsageError(
             f"{argument('source_layout', options.source_layout)}: neither {a} nor {b} is of this layout.",

@@ -35,8 +35,9 @@ class DryRun:
     where one process does the work, else {"name", "count": None if the engine was not asked, "memory_bytes": of each}.
     `seconds` is reading and writing at `bytes_per_second`, which is assumed. `free_bytes` is None for an object store.
     `files` {"name", "bytes"}; an index that is made at the end (.metadata, pickles) is estimated, there and in
-    `written_bytes`. `dropped` {"name", "bytes", "why"}. `memory` is what a job of `world_size` ranks takes on the
-    largest one, as a row of `JobMemory` with its "optimizer_is", None where the layout is not that of one strategy.
+    `written_bytes`. `dropped` {"name", "bytes", "why"}, `changed` {"name", "how"}. `memory` is what a job of
+    `world_size` ranks takes on the largest one, as a row of `JobMemory` with its "optimizer_is", None where the layout
+    is not that of one strategy.
     """
 
     source: str
@@ -55,6 +56,7 @@ class DryRun:
     bytes_per_second: int
     files: list[dict[str, Any]]
     dropped: list[dict[str, Any]]
+    changed: list[dict[str, str]]
     notes: list[str]
     not_read: list[dict[str, Any]]
     memory: dict[str, Any] | None = None
@@ -118,6 +120,7 @@ def estimate_conversion(
             bytes_per_second=ASSUMED_BYTES_PER_SECOND,
             files=[{"name": f.name, "bytes": f.size} for f in draft.files],
             dropped=[{"name": d.name, "bytes": d.nbytes, "why": d.why} for d in planned.account.dropped],
+            changed=[{"name": n, "how": how} for n, how in planned.account.changed.items()],
             notes=[*opened.checkpoint.notes, *draft.notes, *notes],
             not_read=[r.to_json() for r in opened.checkpoint.unread],
             memory=_size_job_of(planned),

@@ -21,8 +21,9 @@ from ..index.composites import MARK, composites, describe_composites, describe_u
 from ..index.fqns import fold_name
 from ..index.names import step_count
 from ..index.optimizers import describe_lost_slots, find_optimizers, find_per_rank_slots
+from ..index.selection import NOT_RESUMED, EntrySelection
 from ..index.weight_sets import describe_weight_sets
-from ..options import Search, SizeRequest, list_keywords
+from ..options import SearchPart, SizeRequest, list_keywords
 from ..printable import count_noun, list_first, printable
 from ..storage import urls
 from ..storage.source import Source
@@ -193,7 +194,7 @@ def inspect(
     strategy: Iterable[str] | None = None,
     precision: str = "saved",
     optimizer: str | None = None,
-    **reading: Unpack[Search],
+    **reading: Unpack[SearchPart],
 ) -> Summary:
     """Summarise a checkpoint: layout, ranks, step, components, parameters, dtypes, optimizer and what is missing; reads
     headers only.
@@ -222,7 +223,7 @@ def summarise(
         path: where the checkpoint lies, for people.
         sizes: a job whose memory is computed, if it has devices.
     """
-    ckpt, only = opened.checkpoint, opened.only
+    ckpt, only = opened.checkpoint, opened.selection.only
     components: dict[str, dict[str, Any]] = {}
     for t in ckpt.tensors.values():
         c = components.setdefault(t.component, {"tensors": 0, "bytes": 0, "elements": 0, "dtypes": {}, "values": 0})
@@ -246,14 +247,14 @@ def summarise(
         bytes=ckpt.nbytes,
         components={k: components[k] for k in order if k in components},
         optimizer=_describe_optimizer(ckpt),
-        missing=_list_missing(ckpt) if only is None else [],
+        missing=_list_missing(ckpt) if opened.selection == EntrySelection() else [],
         notes=[
             *ckpt.notes,
             *_list_notes(ckpt),
             *([f"only {', '.join(only)} was looked at"] if only is not None else []),
         ],
         not_read=[r.to_json() for r in ckpt.unread],
-        next=next_step(ckpt, urls.redact_url(os.fspath(path)) if urls.is_url(path) else os.fspath(path)),
+        next=_describe_next(opened, urls.redact_url(os.fspath(path)) if urls.is_url(path) else os.fspath(path)),
         adapter=_describe_adapter(ckpt, opened.source),
         encoding=_describe_encoding(opened),
         weights=describe_weight_sets(ckpt) if ckpt.derived is None else [],
@@ -269,6 +270,14 @@ def _size_job(ckpt: Checkpoint, sizes: SizeRequest) -> JobMemory | None:
     from .memory import size_job
 
     return size_job(ckpt, sizes)
+
+
+def _describe_next(opened: OpenCheckpoint, path: str) -> str:
+    """Return one line of advice on what to do with a checkpoint, or with the part of it that was opened."""
+    record = opened.recorded()
+    if opened.selection.by_component and (record is None or record.selection is None):
+        return next_step(opened.checkpoint, path)
+    return f"a part of a checkpoint: ckpttool.open reads its tensors, and convert writes it. {NOT_RESUMED}"
 
 
 def _describe_encoding(opened: OpenCheckpoint) -> dict[str, Any] | None:

@@ -44,6 +44,7 @@ from .opening import (
     model_of,
     open_checkpoint,
 )
+from .selecting import selection_of
 from .weights import find_equal_tensors
 
 if TYPE_CHECKING:
@@ -97,6 +98,12 @@ def open_merged(
         MissingPackage: torch is not installed.
     """
     require_packages("ckpttool adapter merge", "torch")
+    if not selection_of(options).by_component:
+        raise UsageError(
+            f"{argument('only', options.only)}: a merge makes whole models, and takes components. Merge first, and "
+            "convert a part of the result.",
+            code="CKPT0205",
+        )
     opened: list[OpenCheckpoint] = []
     try:
         base = open_checkpoint(src, options, model or model_of(options), check_hints=False)
@@ -172,7 +179,7 @@ def _merge_states(
         ComputedSource(base.source, files.made, [theirs.source], _TORCH_BYTES + files.working_bytes),
         {f"model.{n}": there for n, there in plan.named.items() if n not in plan.changes},
         _list_left_behind(base, theirs, plan.named, read),
-        base.only,
+        base.selection,
     )
 
 
@@ -550,7 +557,7 @@ def _list_left_behind(
     """
     rows: dict[str, Dropped] = {}
     used = {*named.values(), *read}
-    for part in (base,) if base.only is not None else (base, theirs):
+    for part in (base,) if base.selection.only is not None else (base, theirs):
         for n, t in part.checkpoint.tensors.items():
             if t.component != "model":
                 rows[n] = Dropped(n, t.nbytes, _NOT_MERGED)

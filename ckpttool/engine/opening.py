@@ -16,7 +16,8 @@ from ..index.check import check
 from ..index.checkpoint import Checkpoint, Record, Salvage, Value, joined, ranks_without_rng_state, tied_weights
 from ..index.draft import Dropped
 from ..index.param_groups import names_by_group
-from ..options import MergeRequest, OpenOptions, ReadKeywords, list_keywords
+from ..index.selection import NOT_RESUMED, EntrySelection, explain_no_match
+from ..options import MergeRequest, OpenKeywords, OpenOptions, list_keywords
 from ..printable import count_noun, list_first
 from ..progress import log_detail, log_step
 from ..storage.source import Source, raise_file_limit
@@ -24,6 +25,7 @@ from ..storage.urls import UNFINISHED
 from .copy.value_digests import equal_values, split_lists, value_digests
 from .discover import detection, unread_files
 from .recorded import RECORD, Recorded, explain_missing, read_record
+from .selecting import select_part, selection_of
 
 if TYPE_CHECKING:
     from . import salvage
@@ -76,7 +78,11 @@ class OpenCheckpoint(Mapping[str, "TensorHandle"]):
     # what `locate` does not refuse
     allow_equal_ranks: bool = False
     allow_mixed_steps: bool = False
-    only: tuple[str, ...] | None = None  # components that were asked for
+    selection: EntrySelection = field(default_factory=EntrySelection)  # the part that was asked for
+    # what was changed as it was opened, (how, the index before, the index after), and {entry there: its name here}
+    changes: list[tuple[str, Checkpoint, Checkpoint]] = field(default_factory=list)
+    renamed: dict[str, str] = field(default_factory=dict)
+    unwanted: list[Dropped] = field(default_factory=list)  # what was left out, entry by entry, as it was asked for
     # where tensors are computed from others: those, as far as digests were recorded of them, and what is not in the
     # result
     inputs: tuple[OpenCheckpoint, ...] = ()
@@ -86,6 +92,11 @@ class OpenCheckpoint(Mapping[str, "TensorHandle"]):
     _record: list[Recorded | None] = field(default_factory=list)
     _by_file: tuple[list[Record], dict[int, list[Record]]] | None = None
     _locating: Any = field(default_factory=threading.RLock)
+
+    @property
+    def stored(self) -> Checkpoint:
+        """Return the index of what was selected, as its files have it: before anything was renamed."""
+        return self.changes[0][1] if self.changes else self.checkpoint
 
     @property
     def location(self) -> str:
@@ -107,6 +118,7 @@ class OpenCheckpoint(Mapping[str, "TensorHandle"]):
             Corrupt: names, dtypes or shapes are not those of the record.
         """
         ckpt, found = self.checkpoint, None if self.checkpoint.recorded and not ignore else self.recorded()
+        stored = self.stored
         if ignore:
             if ckpt.recorded or found is not None:
                 ckpt.notes.append(
@@ -131,13 +143,13 @@ class OpenCheckpoint(Mapping[str, "TensorHandle"]):
                 "checkpoint lies in"
             )
             return
-        expected = found.expected(ckpt, self.only)
+        expected = found.expected(stored, self.selection)
         if lost.missing or lost.rebuilt or lost.problems:  # what is left of it must have the digests, and no more
-            expected = {n: e for n, e in expected.items() if n in ckpt.tensors and n not in lost.rebuilt}
-        if gone := [n for n in expected if n not in ckpt.tensors]:
+            expected = {n: e for n, e in expected.items() if n in stored.tensors and n not in lost.rebuilt}
+        if gone := [n for n in expected if n not in stored.tensors]:
             raise explain_missing(ckpt, gone, len(expected))
         for n, (dtype, shape, _) in expected.items():
-            t = ckpt.tensors[n]
+            t = stored.tensors[n]
             if (t.dtype, t.shape) != (dtype, shape):
                 raise Corrupt(
                     f'{ckpt.root}: "{n}" is {t.dtype} {list(t.shape)}, but {RECORD} lists it as {dtype} {list(shape)}: '
@@ -146,14 +158,14 @@ class OpenCheckpoint(Mapping[str, "TensorHandle"]):
                     code="CKPT0414",
                 )
         if new := [
-            n for n in ckpt.tensors if n not in expected and n not in {*found.added, *found.tied, *found.salvage}
+            n for n in stored.tensors if n not in expected and n not in {*found.added, *found.tied, *found.salvage}
         ]:
             ckpt.notes.append(
                 f'{len(new)} tensors are not listed in {RECORD}, first "{new[0]}", so no digest of them was compared'
             )
-        ckpt.recorded = {n: digest for n, (_, _, digest) in expected.items()}
+        ckpt.recorded = {self.renamed.get(n, n): digest for n, (_, _, digest) in expected.items()}
         if found.values is not None and ckpt.salvage is None:
-            ckpt.recorded_values = found.values_of(self.only)
+            ckpt.recorded_values = found.values_of(self.selection)
         self._check_recorded_values()
 
     def _check_recorded_values(self) -> None:
@@ -163,7 +175,7 @@ class OpenCheckpoint(Mapping[str, "TensorHandle"]):
             Corrupt: with the first value that is missing or has another digest.
         """
         ckpt = self.checkpoint
-        found = value_digests(ckpt.values) if ckpt.recorded_values else {}
+        found = value_digests(self.stored.values) if ckpt.recorded_values else {}
         for name, digest in ckpt.recorded_values.items():
             if found.get(name) != digest:
                 what = "is not there, as it was" if name not in found else "is not what it was"
@@ -320,7 +332,7 @@ class MergedCheckpoint(OpenCheckpoint):
         source: Source,
         kept: dict[str, str],
         left_behind: list[Dropped],
-        only: tuple[str, ...] | None = ("model",),
+        selection: EntrySelection = EntrySelection(("model",)),  # noqa: B008
     ) -> MergedCheckpoint:
         """Make one of its parts, of which the first says how it was opened; the index is located."""
         first = parts[0][0]
@@ -332,7 +344,7 @@ class MergedCheckpoint(OpenCheckpoint):
             True,
             first.allow_equal_ranks,
             first.allow_mixed_steps,
-            only=only,
+            selection=selection,
             left_behind=left_behind,
             parts=parts,
             kept=kept,
@@ -365,14 +377,18 @@ def open(
     *,
     only: Iterable[str] | None = None,
     weights: str | None = None,
-    **reading: Unpack[ReadKeywords],
+    **reading: Unpack[OpenKeywords],
 ) -> OpenCheckpoint:
     """Read the index of a checkpoint in any layout and prove it sound; no tensor byte is read.
 
     Args:
         path: a folder, a file, or the URL of one.
         source_layout: its layout, where the files alone do not tell.
-        only: components to keep (["model", "optim"]); all where None.
+        only: what to keep: components, and names or globs of tensors and values (["model.layers.[0-3].*", "optim"]);
+            all where None. A name stands for everything below it, too.
+        drop_matching: names and globs of what to leave out.
+        rename: {regular expression: replacement} for the names of parameters ("layers.0.weight"), in the model and in
+            the optimizer, applied one after the other, as `re.sub` does; after `only`.
         weights: which weights are the model: the key of an average ("ema"), a file beside the checkpoint, or
             "schedule-free-x"; nothing else is in it then. As the trainer saved it where None.
         config: folder or id of a Hugging Face model with the same architecture.
@@ -416,7 +432,8 @@ def open_checkpoint(
     """
     if options.weights is not None:
         return _open_weights(path, options, options.weights, model, check_hints)
-    only = None if options.only is None else tuple(options.only)
+    selection = selection_of(options)
+    only = selection.components
     model = model or model_of(options)
     raise_file_limit()
     where = path if isinstance(path, layouts.Place) else layouts.place(path)
@@ -449,7 +466,7 @@ def open_checkpoint(
                 like=model.like,
                 flat_layout=model.flat_layout,
                 wrap=model.wrap,
-                only=None if only is None else frozenset(only),
+                only=only,
                 tag=options.tag,
                 allow_equal_ranks=options.allow_equal_ranks,
                 salvage=options.salvage,
@@ -470,33 +487,37 @@ def open_checkpoint(
             from .mixups import describe_left_out
 
             notes.append(describe_left_out(ckpt))
+        if record is not None and record.selection is not None:
+            notes.append(f"{RECORD}: a part of a checkpoint was written here, {record.selection}. {NOT_RESUMED}")
         if only is None or "rng" in only:
             notes += _note_missing_random_states(ckpt)
         ckpt = replace(ckpt, notes=[*ckpt.notes, *notes, *unused])
         # the part that was asked for, as far as it can be read
         if only is not None:
-            ckpt = _keep_components(ckpt, only)
+            ckpt = _keep_components(ckpt, only, selection.only or ())
         ckpt, unreadable = _leave_unreadable(ckpt, needed)
         check(ckpt)
+        opened = OpenCheckpoint(
+            checkpoint=ckpt,
+            source=where.source,
+            layout=found,
+            folder=folder,
+            allow_equal_ranks=options.allow_equal_ranks,
+            allow_mixed_steps=options.allow_mixed_steps,
+            selection=selection,
+            left_behind=unreadable,
+            of_layout=of_layout,
+            _record=[record],
+        )
+        opened = select_part(opened, options.rename or {})
     except BaseException:
         where.source.close()
         raise
-    shown = show_path(where).rstrip("/")
+    ckpt, shown = opened.checkpoint, show_path(where).rstrip("/")
     log_step("opened %s: %s, %d tensors, %d bytes", shown, ckpt.layout, len(ckpt.tensors), ckpt.nbytes)
     for text in ckpt.notes:
         log_detail("%s: %s", shown, text)
-    return OpenCheckpoint(
-        checkpoint=ckpt,
-        source=where.source,
-        layout=found,
-        folder=folder,
-        allow_equal_ranks=options.allow_equal_ranks,
-        allow_mixed_steps=options.allow_mixed_steps,
-        only=only,
-        left_behind=unreadable,
-        of_layout=of_layout,
-        _record=[record],
-    )
+    return opened
 
 
 def _open_weights(
@@ -515,7 +536,7 @@ def _open_weights(
     from ..index.weight_sets import match_key
     from .weights import choose_weights
 
-    whole = replace(options, weights=None, only=None)
+    whole = replace(options, weights=None, only=None, drop_matching=None, rename=None)
 
     def open_whole(place: CheckpointPath) -> OpenCheckpoint:
         """Open a checkpoint as it was saved, without what cannot be read of all but its model."""
@@ -538,12 +559,17 @@ def _open_weights(
         return opened
     try:
         chosen = choose_weights(opened, key, open_beside)
+        made = MergedCheckpoint.of(
+            ((chosen.whole, chosen.inputs),), chosen.checkpoint, chosen.source, chosen.kept, chosen.left_behind
+        )
+        asked = selection_of(options)
+        part = select_part(replace(made, selection=replace(asked, only=asked.only or ("model",))), options.rename or {})
+        kept = ((part.renamed.get(n, n), there) for n, there in made.kept.items())
+        part.kept = {n: there for n, there in kept if n in part.checkpoint.tensors}
+        return part
     except BaseException:
         opened.source.close()
         raise
-    return MergedCheckpoint.of(
-        ((chosen.whole, chosen.inputs),), chosen.checkpoint, chosen.source, chosen.kept, chosen.left_behind
-    )
 
 
 def _note_unread_files(ckpt: Checkpoint, where: layouts.Place, layout: layouts.Layout) -> Checkpoint:
@@ -711,26 +737,28 @@ def _split_as_dcp(value: Value) -> dict[str, Value]:
     return {joined(p): Value(p, x) for p, x in flatten_like_dcp(value.data, value.path).items()}
 
 
-def _keep_components(ckpt: Checkpoint, only: Iterable[str]) -> Checkpoint:
-    """Keep the components named in `only`; a note says if fp32 masters (unrounded copies of weights) are left out.
+def _keep_components(ckpt: Checkpoint, components: frozenset[str], only: tuple[str, ...]) -> Checkpoint:
+    """Keep some components; a note says if fp32 masters (unrounded copies of weights) are left out.
+
+    Args:
+        only: the patterns that were given, of which these are the components.
 
     Raises:
         UsageError: the checkpoint does not have one of them.
     """
-    wanted = list(only)
+    wanted = [w for w in only if w in components]
     have = {ckpt.component(n) for n in [*ckpt.tensors, *ckpt.values]}
-    missing = [w for w in wanted if w not in have]
+    missing = [p for p in only if p.partition(".")[0] not in have]
     if missing:
-        raise UsageError(
-            f"{argument('only', missing)}: the checkpoint holds {', '.join(sorted(have))}.", code="CKPT0207"
-        )
-    out = ckpt.only(wanted)
+        names = [*ckpt.tensors, *ckpt.values]
+        raise UsageError(f"{argument('only', missing)}: {explain_no_match(missing[0], names)}", code="CKPT0207")
+    out = ckpt.only(components)
     masters = [t for t in ckpt.tensors.values() if t.path[:2] == ("extra", "master")]
     if masters and "optim" in wanted and "extra" not in wanted:
         out.notes = [
             *out.notes,
             f"{len(masters):,} fp32 masters (extra.master) are left out: an optimizer that keeps some starts from the "
-            f"weights, which are rounded. {argument('only', [*wanted, 'extra'])} keeps them",
+            f"weights, which are rounded. {argument('only', [*only, 'extra'])} keeps them",
         ]
     return out
 

@@ -65,6 +65,7 @@ from .opening import CheckpointPath, MergedCheckpoint, OpenCheckpoint, model_of,
 from .plan_files import plan_id, save_plan, with_absolute_paths
 from .transform.changing import change_tensors
 from .transform.dequantizing import dequantize
+from .transform.editing import reset_state, set_values
 from .transform.quantizing import quantize, refuse_scheme
 from .transform.vocabulary_size import resize_vocabulary
 
@@ -204,13 +205,16 @@ def plan_conversion(
     try:
         # what nobody looks at: hints, and files with state beside the checkpoint
         _note_unused(opened, reading, writing, target)
-        aside = unread_files.lost(opened.checkpoint, holds, opened.only)
+        aside = unread_files.lost(opened.checkpoint, holds, opened.selection.components)
         if aside and not drop:
             raise Unsupported(_explain_unread(opened, target, aside), code="CKPT0314")
         of_ranks = mixups.list_left_out(opened.checkpoint)
         # the state as it was asked for, and then as the layout keeps it
         account = Account()
-        source = opened.locate()
+        opened.locate()
+        source = opened.stored
+        for how, before, after in opened.changes:
+            account.add_step(how, before, after)
         if reading.fill_from is not None:
             opened = _fill_lost(opened, reading, account)  # it opens another checkpoint, which is closed with this one
         opened = _change_state(opened, writing, model.config, account, to_hub=target.name == HUB_LAYOUT)
@@ -225,7 +229,7 @@ def plan_conversion(
         draft.dropped += prepared.unplaced
         if not drop:
             _refuse_loss(opened, draft, target, holds)
-        draft.dropped += [*opened.left_behind, *of_ranks]
+        draft.dropped += [*opened.left_behind, *opened.unwanted, *of_ranks]
         draft.dropped += [Dropped(r.name, r.bytes or 0, f"{r.what}, {unread_files.NOT_READ}") for r in aside]
         account.close(source, draft)
         _refuse_patterns(writing.cast or {}, [*opened.checkpoint.tensors, *draft.checkpoint.tensors])
@@ -501,6 +505,7 @@ def _change_state(
         opened.expect_recorded(writing.ignore_recorded_digests)  # of a merge, this adds to its inputs
     else:
         ckpt = replace(ckpt, recorded={**ckpt.recorded, **writing.expected})
+    ckpt = _edit_state(ckpt, writing, account)
     inputs = opened.inputs
     if writing.dequantize:
         beside = source if opened.folder else None
@@ -531,7 +536,8 @@ def _change_state(
         ckpt = remove_wrappers(ckpt)
     before_map, name_map = ckpt, None if writing.map is None else os.fspath(writing.map)
     ckpt, source = apply_name_map(ckpt, source, name_map, config, vocab_size=writing.vocab_size, to_hub=to_hub)
-    account.add_step(f"under the names of {'the Hub' if to_hub else name_map}", before_map, ckpt)
+    called = "the Hub" if to_hub else "the map given" if name_map and "\n" in name_map else name_map
+    account.add_step(f"under the names of {called}", before_map, ckpt)
     # a map may have cut the vocabulary already
     cut = {t.shape[0] for t in vocabulary_of(ckpt).values()} if ckpt is not before_map else set()
     if writing.vocab_size is not None and cut != {writing.vocab_size}:
@@ -548,6 +554,24 @@ def _change_state(
     if writing.keys:
         ckpt = name_components(ckpt, writing.keys)
     return replace(opened, checkpoint=ckpt, source=source, inputs=inputs)
+
+
+def _edit_state(ckpt: Checkpoint, writing: WriteRequest, account: Account) -> Checkpoint:
+    """Set values and leave out state as it was asked for; the account gets that.
+
+    Raises:
+        UsageError: nothing has such a name, or a value cannot be set.
+    """
+    if writing.set_values:
+        before = ckpt
+        ckpt, changed = set_values(ckpt, writing.set_values)
+        account.add_step(f"set by {argument('set_values')}", before, ckpt)
+        account.changed |= changed
+    if writing.reset:
+        before = ckpt
+        ckpt, how = reset_state(ckpt, tuple(writing.reset))
+        account.add_step(how, before, ckpt)
+    return ckpt
 
 
 def _leave_out_calls(ckpt: Checkpoint) -> tuple[Checkpoint, list[Dropped]]:

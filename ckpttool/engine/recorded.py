@@ -8,8 +8,8 @@ files must agree with them in names, dtypes, shapes and digests, unless the user
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, replace
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any
 
@@ -18,6 +18,7 @@ from ..bounded_json import parse
 from ..errors import Corrupt, SourceChanged, Unreadable, Unsafe, argument
 from ..formats import values
 from ..index.checkpoint import Checkpoint, TensorEntry, Value
+from ..index.selection import EntrySelection
 from ..printable import printable_json
 from ..storage.source import Source
 from .conservation import list_written_values
@@ -55,6 +56,7 @@ class Recorded:
                 entry of each
     `changed`   names of entries that the conversion changed, as its user or the layout asked for
     `files`     the files that were written; None where the record does not say
+    `selection` the part of a checkpoint that was written; None where it is a whole one
     `salvage`   {name: "exact", "rebuilt: how" or "missing: why"} of a copy of what was left of a damaged checkpoint
     `problem`   why it cannot be used; None where it can
     """
@@ -68,27 +70,18 @@ class Recorded:
     changed: frozenset[str] = frozenset()
     files: frozenset[str] | None = None
     salvage: Mapping[str, str] = field(default_factory=dict)
+    selection: EntrySelection | None = None
     problem: str | None = None
 
-    def expected(
-        self, ckpt: Checkpoint, only: Iterable[str] | None = None
-    ) -> dict[str, tuple[str, tuple[int, ...], str]]:
-        """Return those of `tensors` that must be in a checkpoint.
-
-        Args:
-            only: the components of it that were opened; None for all.
-        """
-        kept = None if only is None else set(only)
+    def expected(self, ckpt: Checkpoint, selection: EntrySelection) -> dict[str, tuple[str, tuple[int, ...], str]]:
+        """Return those of `tensors` that must be in a checkpoint of which a part was opened."""
         return {
-            n: t
-            for n, t in self.tensors.items()
-            if (n in ckpt.tensors or n not in self.tied) and (kept is None or n.partition(".")[0] in kept)
+            n: t for n, t in self.tensors.items() if (n in ckpt.tensors or n not in self.tied) and selection.holds(n)
         }
 
-    def values_of(self, only: Iterable[str] | None) -> dict[str, str]:
-        """Return those of `values` that belong to the components `only`; None for all."""
-        kept = None if only is None else set(only)
-        return {n: d for n, d in (self.values or {}).items() if kept is None or n.partition(".")[0] in kept}
+    def values_of(self, selection: EntrySelection) -> dict[str, str]:
+        """Return those of `values` that are selected."""
+        return {n: d for n, d in (self.values or {}).items() if selection.holds(n)}
 
     def about(self, ckpt: Checkpoint) -> bool:
         """Tell whether this record is about files that the checkpoint lies in; True where it does not say. A DeepSpeed
@@ -106,7 +99,7 @@ def read_record(source: Source) -> Recorded | None:
         return None
     try:
         found = parse(source.read_all(RECORD, MOST_RECORD_BYTES), RECORD)
-        files = found.get("files")
+        files, part = found.get("files"), found.get("selection")
         digests = found.get("values")
         return Recorded(
             {n: _parse_tensor(*t) for n, t in found["tensors"].items()},
@@ -118,6 +111,8 @@ def read_record(source: Source) -> Recorded | None:
             whole=values.from_json_tree(found.get("whole_values", {})),
             changed=frozenset(found.get("changed", ())),
             files=frozenset(files) if files else None,
+            selection=part
+            and EntrySelection(part["only"] and tuple(map(str, part["only"])), tuple(map(str, part["left_out"]))),
             salvage={str(n): str(state) for n, state in found.get("salvage", {}).get("tensors", {}).items()},
         )
     except (SourceChanged, Unreadable):
@@ -176,7 +171,7 @@ def make_record(planned: Plan, wanted: Mapping[str, TensorEntry], digests: Mappi
     """
     ckpt, draft, account = planned.opened.checkpoint, planned.draft, planned.account
     commit, held = planned.opened.source.commit, list_written_values(draft, wanted)
-    rebuilt = ckpt.salvage.rebuilt if ckpt.salvage else {}
+    rebuilt, selection = ckpt.salvage.rebuilt if ckpt.salvage else {}, planned.opened.selection
     digests = {n: d for n, d in digests.items() if n not in rebuilt}  # of what is exact
     return {
         "tool": "ckpttool",
@@ -193,6 +188,8 @@ def make_record(planned: Plan, wanted: Mapping[str, TensorEntry], digests: Mappi
             **({"recorded_digests": "ignored"} if ckpt.ignored_digests else {}),
         },
         **({"merged": ckpt.merged} if ckpt.merged else {}),
+        **({} if selection.by_component else {"selection": asdict(selection)}),
+        **({"renamed": planned.opened.renamed} if planned.opened.renamed else {}),
         **(ckpt.derived or {}),
         "digest": state_roots(
             replace(ckpt, tensors={n: t for n, t in wanted.items() if n not in rebuilt}, values=held), digests

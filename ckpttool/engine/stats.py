@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Unpack
 from ..errors import UsageError, argument
 from ..huggingface import encodings
 from ..index.fqns import fold_name
-from ..options import ReadKeywords, list_keywords
+from ..options import OpenKeywords, list_keywords
 from ..printable import Shown, count_noun, printable, replace_infinities
 from .copy.fill import Progress, silent
 from .copy.tensor_digests import reporting
@@ -205,7 +205,7 @@ def stats(
     weights: str | None = None,
     workers: WorkersSpec = None,
     progress: Progress = silent,
-    **reading: Unpack[ReadKeywords],
+    **reading: Unpack[OpenKeywords],
 ) -> Statistics:
     """Compute norm, mean, standard deviation, smallest and largest number, zeros, NaN and infinities of every tensor,
     in float64 and constant memory; every byte is read.

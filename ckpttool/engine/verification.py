@@ -14,7 +14,8 @@ from ..errors import Corrupt, Differs, Unreadable, UsageError, argument
 from ..formats import safetensors_header
 from ..index.checkpoint import Checkpoint, TensorEntry
 from ..index.draft import Draft
-from ..options import Progress, ReadKeywords, WriteRequest, list_keywords, silent
+from ..index.selection import EntrySelection
+from ..options import OpenKeywords, Progress, WriteRequest, list_keywords, silent
 from ..printable import Shown, count_noun
 from ..storage import urls
 from ..storage.buffers import IOBudget
@@ -69,7 +70,7 @@ def digest(
     weights: str | None = None,
     workers: WorkersSpec = None,
     progress: Progress = silent,
-    **reading: Unpack[ReadKeywords],
+    **reading: Unpack[OpenKeywords],
 ) -> DigestResult:
     """Compute the digest of a state, which is the same in every layout and at every world size; reads all bytes of its
     tensors.
@@ -153,7 +154,7 @@ def verify(
     only: Iterable[str] | None = None,
     workers: WorkersSpec = None,
     progress: Progress = silent,
-    **reading: Unpack[ReadKeywords],
+    **reading: Unpack[OpenKeywords],
 ) -> VerifyResult:
     """Check a checkpoint: its structure and every item's framing.
 
@@ -222,7 +223,15 @@ def _verify_against(
         CkpttoolError: the other one cannot be read.
     """
     ckpt = opened.checkpoint
-    likewise = OpenOptions(allow_equal_ranks=True, allow_mixed_steps=True)
+    record, part = opened.recorded(), opened.selection
+    if part == EntrySelection() and record is not None and record.selection is not None:
+        part = record.selection
+    likewise = OpenOptions(
+        only=None if part.by_component else part.only,  # of whole components, those that both have are compared
+        drop_matching=part.left_out,
+        allow_equal_ranks=True,
+        allow_mixed_steps=True,
+    )
     with (
         open_checkpoint(against, likewise) as other,
         workers_for_reading(workers, against, other.checkpoint.nbytes) as crew,
@@ -364,8 +373,9 @@ def compare_recorded(opened: OpenCheckpoint, found: Mapping[str, str], out: Veri
     Raises:
         Differs: they are not equal.
     """
-    ckpt, record = opened.checkpoint, opened.recorded()
+    ckpt, record = opened.stored, opened.recorded()
     held = recorded_values(ckpt.values)
+    found = {n: found[opened.renamed.get(n, n)] for n in ckpt.tensors}
     if ckpt.recorded:
         here = {**found, **{n: d for n, d in held.items() if n in ckpt.recorded_values}}
         _refuse_differences(here, {**ckpt.recorded, **ckpt.recorded_values}, "the digests it carries itself")
@@ -380,7 +390,7 @@ def compare_recorded(opened: OpenCheckpoint, found: Mapping[str, str], out: Veri
         out.notes.append(f"digests were not compared: {RECORD} describes other files than {ckpt.files[0]}")
         return
     else:
-        expected: dict[str, object] = {**record.expected(ckpt, opened.only)}
+        expected: dict[str, object] = {**record.expected(ckpt, opened.selection)}
         if not expected and record.salvage:
             return  # all of it was rebuilt
         mine: dict[str, object] = {
@@ -390,7 +400,7 @@ def compare_recorded(opened: OpenCheckpoint, found: Mapping[str, str], out: Veri
         }
         if record.values is not None and not record.salvage:
             mine |= {n: d for n, d in held.items() if n not in expected}
-            expected |= record.values_of(opened.only)
+            expected |= record.values_of(opened.selection)
         _refuse_differences(mine, expected, f"the digests in {RECORD}")
     out.recorded = "equal"
 

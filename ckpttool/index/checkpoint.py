@@ -16,7 +16,7 @@ A checkpoint of a 70B model at 512 ranks has more than a million chunks, so they
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from math import prod
 from typing import Any, NamedTuple, TypeVar, overload
@@ -522,13 +522,24 @@ class Checkpoint:
     def only(self, components: Iterable[str]) -> Checkpoint:
         """Return the same checkpoint with nothing but some components ("model", "optim", ...)."""
         keep = set(components)
+        return self.part(lambda name: name.partition(".")[0] in keep)
+
+    def part(self, holds: Callable[[str], bool]) -> Checkpoint:
+        """Return the same checkpoint with nothing but the entries that `holds` is true of."""
+        lost = self.salvage
         return replace(
             self,
-            tensors={k: v for k, v in self.tensors.items() if v.component in keep},
-            values={k: v for k, v in self.values.items() if v.component in keep},
-            recorded={n: d for n, d in self.recorded.items() if n.partition(".")[0] in keep},
-            recorded_values={n: d for n, d in self.recorded_values.items() if n.partition(".")[0] in keep},
-            others=[o for o in self.others if o.name.partition(".")[0] in keep],
+            tensors={n: t for n, t in self.tensors.items() if holds(n)},
+            values={n: v for n, v in self.values.items() if holds(n)},
+            others=[o for o in self.others if holds(o.name)],
+            recorded={n: d for n, d in self.recorded.items() if holds(n)},
+            recorded_values={n: d for n, d in self.recorded_values.items() if holds(n)},
+            salvage=lost
+            and replace(
+                lost,
+                missing={n: why for n, why in lost.missing.items() if holds(n)},
+                rebuilt={n: how for n, how in lost.rebuilt.items() if holds(n)},
+            ),
             left_arguments=self.arguments,
         )
 

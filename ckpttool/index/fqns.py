@@ -9,10 +9,10 @@ program's FQNs to another's.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 
-from ..errors import Corrupt, UsageError, argument
+from ..errors import Corrupt, Unsupported, UsageError, argument
 from .checkpoint import Checkpoint, Path, TensorEntry, Value, joined
 from .paths import is_optimizer_state
 
@@ -23,6 +23,7 @@ __all__ = [
     "remove_prefix",
     "remove_wrappers",
     "remove_wrappers_from_origin",
+    "rename_parameters",
     "split_extra_state",
     "strip_wrapper_modules",
     "strip_wrappers",
@@ -85,12 +86,79 @@ def strip_wrappers(fqns: Iterable[str]) -> dict[str, str]:
     return out
 
 
+def rename_parameters(ckpt: Checkpoint, new_name: Callable[[str], str]) -> tuple[Checkpoint, dict[str, str]]:
+    """Rename parameters wherever a state names them: in the model, the optimizer's state and its param groups, in fp32
+    masters (extra.master), and in DeepSpeed's list of buffers.
+
+    Args:
+        new_name: called with an FQN, returns the new one; often with the same, so it should be fast.
+
+    Returns:
+        (the state, {name of an entry: its new name}, of those that changed).
+
+    Raises:
+        Unsupported: two entries would have one name.
+    """
+    renamed: dict[str, str] = {}
+    by_new: dict[str, str] = {}
+
+    def move(name: str, path: Path) -> Path:
+        """Return the new path of the entry `name`, and note it."""
+        at = 1 if path[0] == "model" else 2 if is_optimizer_state(path) or path[:2] == ("extra", "master") else None
+        if at is not None and len(path) > at:
+            new = new_name(str(path[at]))
+            path = path if new == path[at] else (*path[:at], new, *path[at + 1 :])
+        new = joined(path)
+        if by_new.setdefault(new, name) != name:
+            raise Unsupported(f'"{by_new[new]}" and "{name}" would both be named "{new}".', code="CKPT0310")
+        if new != name:
+            renamed[name] = new
+        return path
+
+    def names_in(v: Value) -> object:
+        """Return the data of a value, with new names where it lists those of parameters."""
+        lists = v.option in ("params", "param_names") or v.path == ("extra", "buffer_names")
+        if not lists or not isinstance(v.data, list):
+            return v.data
+        return [new_name(n) if isinstance(n, str) else n for n in v.data]
+
+    tensors, values = dict[str, TensorEntry](), dict[str, Value]()
+    for name, t in ckpt.tensors.items():
+        path = move(name, t.path)
+        tensors[joined(path)] = t if path is t.path else replace(t, path=path)
+    for name, v in ckpt.values.items():
+        path = move(name, v.path)
+        values[joined(path)] = Value(path, names_in(v))
+    return replace(
+        ckpt,
+        tensors=tensors,
+        values=values,
+        recorded={renamed.get(n, n): d for n, d in ckpt.recorded.items()},
+        rounded={renamed.get(n, n): t for n, t in ckpt.rounded.items()},
+        others=[o._replace(name=renamed.get(o.name, o.name)) for o in ckpt.others],
+        origin=_rename_in_origin(ckpt.origin, new_name),
+    ), renamed
+
+
+def _rename_in_origin(origin: Mapping[Path, Path], new_name: Callable[[str], str]) -> dict[Path, Path]:
+    """Return `Checkpoint.origin` without what the source called single parameters, but with the numbers that they have
+    in its optimizer."""
+    out: dict[Path, Path] = {}
+    for q, p in origin.items():
+        if q[:2] == ("optim", "params"):
+            if isinstance(p[0], int):
+                out[*q[:2], new_name(str(q[2]))] = p
+        elif q[0] != "model" or len(q) == 1:
+            out[q] = p
+    return out
+
+
 def remove_prefix(ckpt: Checkpoint, prefix: str) -> Checkpoint:
     """Remove the modules `prefix` ("net.") in front of the names of parameters that begin with them, in the model and
     in the optimizer.
 
     Raises:
-        UsageError: no weight has the prefix. Corrupt: two names are the same afterwards.
+        UsageError: no weight has the prefix. Unsupported: two names are the same afterwards.
     """
     prefix = prefix.rstrip(".") + "."
     names = [t.parameter for t in ckpt.tensors.values() if t.component == "model"]
@@ -100,31 +168,7 @@ def remove_prefix(ckpt: Checkpoint, prefix: str) -> Checkpoint:
             f"{argument('strip_prefix', prefix, 'HfOptions')}: no weight has a name that begins so{first}.",
             code="CKPT0207",
         )
-
-    def short(path: Path) -> Path:
-        """Return a path with the prefix removed from the name of a parameter in it; other paths as they are."""
-        at = 1 if path[0] == "model" else 2 if is_optimizer_state(path) else None
-        if at is None or len(path) <= at:
-            return path
-        return (*path[:at], str(path[at]).removeprefix(prefix) or path[at], *path[at + 1 :])
-
-    tensors: dict[str, TensorEntry] = {}
-    values: dict[str, Value] = {}
-    renamed: dict[str, str] = {}
-    for name, t in ckpt.tensors.items():
-        path = short(t.path)
-        renamed[name] = joined(path)
-        if renamed[name] in tensors:
-            raise Corrupt(f'two tensors are "{renamed[name]}" without the prefix "{prefix}".', code="CKPT0416")
-        tensors[renamed[name]] = t if path == t.path else replace(t, path=path)
-    for value in ckpt.values.values():
-        path, data = short(value.path), value.data
-        if value.option == "params" and isinstance(data, list):
-            data = [n.removeprefix(prefix) if isinstance(n, str) else n for n in data]
-        values[joined(path)] = Value(path, data)
-    recorded = {renamed.get(n, n): d for n, d in ckpt.recorded.items()}
-    origin = {q: p for q, p in ckpt.origin.items() if q[0] not in ("model", "optim")}
-    return replace(ckpt, tensors=tensors, values=values, recorded=recorded, origin=origin)
+    return rename_parameters(ckpt, lambda name: name.removeprefix(prefix) or name)[0]
 
 
 def remove_wrappers_from_origin(origin: Mapping[Path, Path]) -> dict[Path, Path]:

@@ -26,6 +26,7 @@ __all__ = [
     "group_names",
     "make_views",
     "names_not_covered",
+    "rename_path",
     "resolve_group",
 ]
 
@@ -39,12 +40,13 @@ Key = tuple[int, tuple[int, ...]]
 @dataclass
 class TensorGroup:
     """Tensors of one line with the same numbers: {(part, numbers of the stacked variables): name}; the whole is part
-    -1."""
+    -1. `numbers` has the text of {*}, too; `literal` counts the characters of the names that the line spells out."""
 
     line: MapLine
-    numbers: dict[str, int]
+    numbers: dict[str, Any]
     from_whole: bool
     names: dict[Key, str] = field(default_factory=dict)
+    literal: int = 0
 
     @property
     def stacked(self) -> list[str]:
@@ -105,14 +107,14 @@ def group_names(
     ]
     for name in names:
         for line, k, t, from_parts in rows:
-            m = t.pattern.fullmatch(name)
-            if m is None:
+            values = t.match(name)
+            if values is None:
                 continue
-            values = {v: int(n) for v, n in m.groupdict().items()}
             shared = {v: n for v, n in values.items() if v not in line.stacked}
             group = groups.setdefault((id(line), *sorted(shared.items())), TensorGroup(line, shared, not from_parts))
             at = tuple(values[v] for v in group.stacked) if from_parts else ()
             group.names[k if from_parts else -1, at] = name
+            group.literal += t.literal
             break
         else:
             unmatched.append(name)
@@ -265,6 +267,18 @@ def _part_name(group: TensorGroup, k: int, at: tuple[int, ...]) -> str:
     return group.line.parts[k].named({**group.numbers, **dict(zip(group.stacked, at, strict=True))})
 
 
+def rename_path(path: Path, head: Path, name: str, tail: Path) -> Path:
+    """Return the path of a tensor or value under a new name. What is below a parameter (the parts of a tensor subclass,
+    an extra state) stays below it, if the name still ends so.
+
+    Args:
+        head, tail: the elements of the path before and after the name.
+    """
+    below = path[len(head) + 1 : len(path) - len(tail)]
+    kept = name.removesuffix("." + joined(below))
+    return (*head, kept, *below, *tail) if below and kept != name else (*head, name, *tail)
+
+
 def make_views(
     result: ResolvedGroup, entries: Mapping[Key, TensorEntry], head: Path, tail: Path
 ) -> dict[str, TensorEntry]:
@@ -281,7 +295,7 @@ def make_views(
     out: dict[str, TensorEntry] = {}
     first = next(iter(entries.values()))
     if result.renames:
-        path = (*head, next(iter(result.names.values())), *tail)
+        path = rename_path(first.path, head, next(iter(result.names.values())), tail)
         return {joined(path): replace(first, path=path)}
     if odd := [t for t in entries.values() if t.dtype != first.dtype]:
         raise Unsupported(

@@ -11,8 +11,8 @@
         = q.{i}.weight [(g n h) x] + k.{i}.weight [(g h) x] + v.{i}.weight [(g h) x]
     layers.{i}.experts.w1 [e f x]     = model.layers.{i}.experts.{e}.up_proj.weight [f x]
 
-A line is an equation of tensors, so it is read in both directions. `{i}` is a number. Axes in square brackets (axes.py)
-are needed where a tensor is cut, joined, permuted or transposed; without them it is renamed.
+A line is an equation of tensors, so it is read in both directions. `{i}` is a number, `{*}` any text. Axes in square
+brackets (axes.py) are needed where a tensor is cut, joined, permuted or transposed; without them it is renamed.
 docs/reference/name-maps.md has the whole format.
 
 `parse_name_map` reads it; what a checkpoint becomes is in engine/transform/mapping.py.
@@ -25,7 +25,7 @@ import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from ..errors import UsageError
 from .axes import Axes
@@ -34,7 +34,8 @@ from .expressions import check_expression, evaluate, keys_of
 
 __all__ = ["AddedOne", "Ignored", "MapLine", "NameMap", "NamePattern", "Premise", "parse_name_map"]
 
-_VARIABLE = re.compile(r"\{(\.?)([A-Za-z]\w*)\}", re.ASCII)
+_VARIABLE = re.compile(r"\{(\.?)([A-Za-z]\w*|\*)\}", re.ASCII)
+_REST = "*"  # the variable that is any text
 _TENSOR = re.compile(r"\s*([^\s\[\]=+]+)\s*(?:\[([^\]]*)\])?\s*")
 _COMPONENTS = ("model", "optim")
 
@@ -53,17 +54,28 @@ class NamePattern:
 
     @cached_property
     def pattern(self) -> re.Pattern[str]:
-        """Return the regular expression that matches the names it stands for, with a named group for the number of each
-        variable."""
+        """Return the regular expression that matches the names it stands for, with a group for each variable."""
         out, at = "", 0
         for m in _VARIABLE.finditer(self.name):
-            out += re.escape(self.name[at : m.start()]) + rf"(?P<{m[2]}>0|[1-9]\d{{0,8}})"
+            out += re.escape(self.name[at : m.start()]) + ("(.+)" if m[2] == _REST else r"(0|[1-9]\d{0,8})")
             at = m.end()
-        return re.compile(out + re.escape(self.name[at:]))
+        return re.compile(out + re.escape(self.name[at:]), re.DOTALL)
 
-    def named(self, values: Mapping[str, int]) -> str:
-        """Return the name with numbers in place of its variables; `values` is {variable: number}."""
+    def match(self, name: str) -> dict[str, Any] | None:
+        """Return {variable: its number, or the text of {*}} of a name; None for one that it does not stand for."""
+        m = self.pattern.fullmatch(name)
+        found = () if m is None else m.groups()
+        read = (text if v == _REST else int(text) for v, text in zip(self.variables, found, strict=False))
+        return None if m is None else dict(zip(self.variables, read, strict=True))
+
+    def named(self, values: Mapping[str, Any]) -> str:
+        """Return the name with numbers, or text, in place of its variables; `values` is as `match` returns it."""
         return _VARIABLE.sub(lambda m: str(values[m[2]]), self.name)
+
+    @property
+    def literal(self) -> int:
+        """Count the characters of the name that are no variables."""
+        return len(_VARIABLE.sub("", self.name))
 
     def __str__(self) -> str:
         return self.name + ("" if self.axes is None else f" [{self.axes}]")
@@ -143,6 +155,11 @@ class NameMap:
     added_one: tuple[AddedOne, ...] = ()
 
     @property
+    def has_rest(self) -> bool:
+        """Whether a line has {*}, so that its two sides may stand for the same names."""
+        return any(_REST in t.variables for line in self.lines for t in (line.whole, *line.parts))
+
+    @property
     def arguments(self) -> list[str]:
         """List the keys of the job's arguments that its conditions and premises ask for, each once."""
         asked = [p.job for p in self.premises] + [line.condition for line in self.lines if line.condition is not None]
@@ -189,7 +206,7 @@ def parse_name_map(text: str, name: str, included: Callable[[str], str]) -> Name
     premises: list[Premise] = []
     added_one: list[AddedOne] = []
     for number, row in _split_statements(text):
-        where = f"name map {name}, line {number}"
+        where = f"name map {name}:{number}"
         word, _, rest = row.partition(" ")
         rest = rest.strip()
         if word == "sides":
@@ -235,7 +252,10 @@ def parse_name_map(text: str, name: str, included: Callable[[str], str]) -> Name
         else:
             lines += _parse_lines(row, where)
     if sides is None:
-        raise UsageError(f"name map {name}: the line sides LEFT | RIGHT is missing.", code="CKPT0213")
+        raise UsageError(
+            f"name map {name}:1: the line sides LEFT | RIGHT is missing, which names the two programs.",
+            code="CKPT0213",
+        )
     if not lines:
         raise UsageError(f"name map {name}: it has no line NAME = NAME.", code="CKPT0213")
     return NameMap(
@@ -412,6 +432,10 @@ def _parse_equation(row: str, component: str | None, where: str) -> list[MapLine
         raise UsageError(f"{where}: {_quote(row)} is not NAME = NAME.", code="CKPT0213")
     sides = [_parse_side(left, where), _parse_side(right, where)]
     optional = {m[2] for side in sides for t, _ in side for m in _VARIABLE.finditer(t) if m[1]}
+    if _REST in optional:
+        raise UsageError(
+            f"{where}: {{.*}} is no variable; {{*}} is any text, and {{.i}} an optional number.", code="CKPT0213"
+        )
     if not optional:
         return [_make_line(sides, component, where)]
     if len(optional) > 1 or any(axes is None for side in sides for _, axes in side):
@@ -483,6 +507,8 @@ def _make_line(sides: list[list[tuple[str, str | None]]], component: str | None,
         if frozenset(t.variables) - stacked != frozenset(whole.variables) or not stacked <= frozenset(t.variables):
             raise UsageError(f"{where}: {t.name} and {whole.name} do not have the same variables.", code="CKPT0213")
     line = MapLine(whole, tuple(parts), stacked, flipped, component)
+    if _REST in stacked:
+        raise UsageError(f"{where}: {{*}} is on both sides of a line, or on none.", code="CKPT0213")
     if whole.axes is None:
         if len(parts) > 1 or stacked:
             raise UsageError(f"{where}: a tensor that is made of several needs axes.", code="CKPT0213")

@@ -249,7 +249,7 @@ def _pack(opened: opening.OpenCheckpoint, problem: CkpttoolError | None) -> byte
     fields = {
         "folder": opened.folder,
         "located": opened.located,
-        "only": opened.only,
+        "selection": opened.selection,
         "allow_equal_ranks": opened.allow_equal_ranks,
         "allow_mixed_steps": opened.allow_mixed_steps,
         "left_behind": opened.left_behind,

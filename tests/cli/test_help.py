@@ -7,6 +7,7 @@ import re
 import shlex
 import subprocess
 import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -115,10 +116,20 @@ def test_the_layouts_that_can_be_written_are_in_the_help_of_to(name: str) -> Non
     assert set(re.findall(r"[a-z0-9_]+", option.help.partition(": ")[2])) - {"or"} == wanted
 
 
+CKPT = Path(__file__).parents[2] / "fixtures/fsdp2_w3/ckpt"
+
+
 @pytest.mark.parametrize(
-    ("words", "wanted"), [("convert a b --to z", {"zero3", "zero2", "zero1"}), ("inspect a --source-layout d", {"dcp"})]
-)
-def test_tab_completes_names_of_layouts_without_large_packages(words: str, wanted: set[str]) -> None:
+    ("words", "wanted"),
+    [
+        ("convert a b --to z", {"zero3", "zero2", "zero1"}), ("inspect a --source-layout d", {"dcp"}),
+        ("convert a b --dtype fp", {"fp16", "fp32", "fp64"}), ("digest a --only optim,s", {"optim,scheduler", "optim,scaler"}),
+        ("diff a b --map meta", {"meta-llama"}), ("convert a b --reset rn", {"rng"}),
+        (f"inspect {CKPT} --tensor model.lm", {"model.lm_head.weight"}), (f"show {CKPT} model.lm", {"model.lm_head.weight"}),
+        (f"stats {CKPT} --only optim,model.lm", {"optim,model.lm_head.weight"}), ("inspect /nowhere --tensor model", set()),
+    ],
+)  # fmt: skip
+def test_tab_completes_values_of_options_without_large_packages(words: str, wanted: set[str]) -> None:
     code = (
         "import sys, atexit\n"
         "atexit.register(lambda: print(sorted({'numpy', 'torch', 'rich.markdown'} & sys.modules.keys()), file=sys.stderr))\n"

@@ -158,29 +158,42 @@ def test_a_command_says_whose_option_it_recommends(tmp_path: Path) -> None:
     assert "Choose one with --tag of `ckpttool convert`." in done[1].stderr
 
 
+_PARTS = ("--drop-matching", "--rename")
+_WHOLE = dict.fromkeys(_PARTS, "convert changes single entries")
 #: What a command that reads a checkpoint has no use for, and why.
 LACKS: dict[str, dict[str, str]] = {
     "inspect": dict.fromkeys(("--allow-equal-ranks", "--allow-mixed-steps"), "it shows such a checkpoint, with a note"),
     "diff": dict.fromkeys(("--allow-equal-ranks", "--allow-mixed-steps"), "to look at them is what it is for"),
-    "compare": dict.fromkeys(("--only", "--allow-equal-ranks", "--allow-mixed-steps"), "to look at the weights is what it is for"),
+    "compare": {**dict.fromkeys(("--only", "--allow-equal-ranks", "--allow-mixed-steps"), "to look at the weights is what it is for"), **_WHOLE},
     "verify": {"--weights": "it checks what is there"},
-    "doctor": dict.fromkeys(("--only", "--weights", "--allow-equal-ranks", "--allow-mixed-steps"), "it looks at all, and refuses nothing"),
-    "watch": dict.fromkeys(("--only", "--weights", "--tag"), "it looks at whole saves, each by itself"),
-    "push": {"--only": "the Hub gets the model; --include-optimizer pushes the rest"},
-    "pull": {"--weights": "a repository has the weights that were pushed"},
-    "resume-verify": dict.fromkeys(("--only", "--weights"), "a job needs its whole state"),
-    "adapter extract": dict.fromkeys(("--only", "--weights"), "it takes the adapter"),
-    "adapter merge": {"--weights": "which adapter is merged, its own options say"},
-    "average": {"--only": "it takes the model"},
-    "audit export": {"--weights": "an archive has the state as it is"},
-    "audit restore": dict.fromkeys(("--weights", "--source-layout", "--tag", "--allow-equal-ranks", "--allow-mixed-steps"), "the source is an archive"),
+    "doctor": {**dict.fromkeys(("--only", "--weights", "--allow-equal-ranks", "--allow-mixed-steps"), "it looks at all, and refuses nothing"), **_WHOLE},
+    "watch": {**dict.fromkeys(("--only", "--weights", "--tag"), "it looks at whole saves, each by itself"), **_WHOLE},
+    "push": {"--only": "the Hub gets the model; --include-optimizer pushes the rest", **_WHOLE},
+    "pull": {"--weights": "a repository has the weights that were pushed", **_WHOLE},
+    "resume-verify": {**dict.fromkeys(("--only", "--weights"), "a job needs its whole state"), **_WHOLE},
+    "adapter extract": {**dict.fromkeys(("--only", "--weights"), "it takes the adapter"), **_WHOLE},
+    "adapter merge": {"--weights": "which adapter is merged, its own options say", **_WHOLE},
+    "average": {"--only": "it takes the model", **_WHOLE},
+    "audit export": {"--weights": "an archive has the state as it is", **_WHOLE},
+    "audit restore": {**dict.fromkeys(("--weights", "--source-layout", "--tag", "--allow-equal-ranks", "--allow-mixed-steps"), "the source is an archive"), **_WHOLE},
 }  # fmt: skip
 READERS = (
     "convert", "inspect", "verify", "diff", "compare", "digest", "doctor", "push", "pull", "resume-verify", "adapter extract", "adapter merge", "average", "audit export",
     "audit restore", "show", "stats", "watch",
 )  # fmt: skip
 
-_CHANGES = ("--canonical-keys", "--keys", "--strip-wrappers", "--vocab-size", "--regroup", "--dequantize", "--quantize", "--map")
+_CHANGES = (
+    "--canonical-keys",
+    "--keys",
+    "--strip-wrappers",
+    "--vocab-size",
+    "--regroup",
+    "--dequantize",
+    "--quantize",
+    "--map",
+    "--set",
+    "--reset",
+)
 #: What a command that writes a checkpoint has no use for, and why.
 LACKS_IN_WRITING: dict[str, dict[str, str]] = {
     "convert": {},
@@ -240,7 +253,7 @@ def test_a_layout_that_one_of_two_has_is_that_of_this_one(tmp_path: Path) -> Non
 
 
 def test_the_keywords_of_functions_are_the_fields_of_the_options() -> None:
-    made = {f.name: str(f.type) for f in list_shared_options(OpenOptions, "only", "weights")}
+    made = {f.name: str(f.type) for f in list_shared_options(OpenOptions, "only", "weights", "drop_matching", "rename")}
     assert {n: t.__forward_arg__ for n, t in ReadKeywords.__annotations__.items()} == made
     for function in (
         ckpttool.open,

@@ -404,12 +404,12 @@ def test_recorded_digests_of_renamed_tensors_are_compared(tmp_path: Path) -> Non
         (HEAD + "a [(_+f) x] = b [f x]\n", "_ comes last"), (HEAD + "a + b = c + d\n", "only one side"),
         (HEAD + "size v = __import__('os')\na = b\n", "a size is made of numbers"), (HEAD + "a{.i} = b.{i}\n", "need their axes"),
         (HEAD + "a.{i}.{i} = b\n", "variable twice"), (HEAD + "include nowhere\n", "include nowhere: no such map"),
-        (HEAD + "a [x (v+_)] = b [x v]\n", "only rows can be padding"), (HEAD + "a [_ x] = b [_ x]\n", "line 2: .*_ is a term of a sum"),
+        (HEAD + "a [x (v+_)] = b [x v]\n", "only rows can be padding"), (HEAD + "a [_ x] = b [_ x]\n", ":2: .*_ is a term of a sum"),
         (HEAD + f"a [{'(' * 4000}x] = b [x]\n", "nested deeper than 50"), (HEAD + "a{i}{j}.x = b{i}{j}.x\n", "other text than digits between"),
         (HEAD + "a.{i}1{j} = b.{i}.{j}\n", "other text than digits between"), (HEAD + "size = 3\na = b\n", "write size NAME"),
-        (HEAD + "ignore a.{i}.{i} : why\n", "line 2: .* variable twice"), (HEAD + "ignore a{.i} : why\n", r"\{\.i\} is for equations"),
+        (HEAD + "ignore a.{i}.{i} : why\n", ":2: .* variable twice"), (HEAD + "ignore a{.i} : why\n", r"\{\.i\} is for equations"),
         (HEAD + "ignore : why\n", "is not the name of a tensor"), (HEAD + "ignore-zero a [x] float32 with : why\n", "is not the name of a tensor"),
-        (HEAD + "ignore-zero a [x x] float32 with b [x] : why\n", "line 2: .* stands for two axes"), (HEAD + "a" * 5000 + "\n", r"a\.\.\.' is not NAME"),
+        (HEAD + "ignore-zero a [x x] float32 with b [x] : why\n", ":2: .* stands for two axes"), (HEAD + "a" * 5000 + "\n", r"a\.\.\.' is not NAME"),
     ],
 )  # fmt: skip
 def test_a_map_that_makes_no_sense_is_refused_with_its_line(text: str, why: str) -> None:
@@ -613,7 +613,7 @@ def test_the_arguments_are_those_of_nemo_and_of_meta_too(tmp_path: Path) -> None
     ],
 )  # fmt: skip
 def test_premises_that_make_no_sense_are_refused_with_their_line(line: str, why: str) -> None:
-    with pytest.raises(UsageError, match=f"line 2.*{why}"):
+    with pytest.raises(UsageError, match=f":2: .*{why}"):
         maps.load(f"{HEAD}{line}\na = b\n")
 
 

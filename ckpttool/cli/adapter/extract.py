@@ -9,7 +9,7 @@ import typer
 
 from ...options import OpenOptions, RunOptions, WriteRequest
 from ..help import READING, about
-from ..shared_options import add_shared_options, pick_keywords
+from ..shared_options import EDITS, add_shared_options, pick_keywords
 from ..terminal import Json, Latest, Quiet, Src, Verbose, find_newest
 from .arguments import AdapterConfig, LoraAlpha, Rslora, run_and_print
 
@@ -30,6 +30,7 @@ _OF_WHOLE_STATES = (
     "dequantize",
     "quantize",
     "map",
+    *EDITS,
     "workers",
     "prove_logits",
 )

@@ -11,7 +11,7 @@ from ...errors import UsageError
 from ...options import OpenOptions, RunOptions, WriteRequest
 from ..help import READING, about
 from ..layout_options import LayoutCommand, add_layout_options
-from ..shared_options import add_shared_options, pick_keywords
+from ..shared_options import EDITS, add_shared_options, pick_keywords
 from ..terminal import Json, Quiet, Verbose, split_commas
 from .arguments import AdapterConfig, LoraAlpha, Rslora, run_and_print
 
@@ -28,6 +28,7 @@ _OF_TRAINING = (
     "dequantize",
     "quantize",
     "map",
+    *EDITS,
     "workers",
 )
 

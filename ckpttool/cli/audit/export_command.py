@@ -12,7 +12,7 @@ from ...errors import UsageError
 from ...options import OpenOptions, RunOptions, WriteRequest, parse_size
 from ...printable import count_noun
 from ..help import READING, about
-from ..shared_options import add_shared_options
+from ..shared_options import EDITS, add_shared_options
 from ..terminal import (
     Json,
     Latest,
@@ -43,6 +43,7 @@ _NOT_OF_ARCHIVES = (
     "dequantize",
     "quantize",
     "map",
+    *EDITS,
     "workers",
     "prove_logits",
     "force",

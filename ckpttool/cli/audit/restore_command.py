@@ -11,7 +11,7 @@ from ...options import OpenOptions, RunOptions, WriteRequest
 from ..help import READING, about
 from ..layout_options import add_layout_options
 from ..results import describe_read_back, print_notes, print_result
-from ..shared_options import add_shared_options
+from ..shared_options import EDITS, add_shared_options
 from ..terminal import Json, Meter, Quiet, print_json
 from .audit_arguments import ArchivePath, Identity, Jobs, Scratch, threads_of
 
@@ -33,6 +33,7 @@ _NOT_OF_ARCHIVES = (
     "dequantize",
     "quantize",
     "map",
+    *EDITS,
     "ignore_recorded_digests",
     "threads",
     "workers",

@@ -261,5 +261,6 @@ def copy_command(
     ranks = opened.checkpoint.world_size or 1
     world = ["-n", str(ranks)] if "world_size" in to.writer_uses and not by_name else []
     how = [] if by_name else ["--to", to.name, *world]
-    how += ["--only", ",".join(opened.only)] if opened.only is not None and not whole else []
+    only = opened.selection.only
+    how += ["--only", ",".join(only)] if only is not None and not whole else []
     return shlex.join(["ckpttool", "convert", path, target, *how, *options])

@@ -19,7 +19,16 @@ from ...huggingface import Config, maps
 from ...index.axes import PAD, AxesError, UnknownSize, link_part, place_chunks
 from ...index.checkpoint import ITEMSIZE, Checkpoint, Chunks, Path, TensorEntry, Value, joined
 from ...index.expressions import evaluate_size
-from ...index.map_groups import Key, ResolvedGroup, TensorGroup, find_ignored, group_names, make_views, resolve_group
+from ...index.map_groups import (
+    Key,
+    ResolvedGroup,
+    TensorGroup,
+    find_ignored,
+    group_names,
+    make_views,
+    rename_path,
+    resolve_group,
+)
 from ...index.name_maps import NameMap
 from ...printable import list_first
 from ...storage.overlay import ENDLESS, ZEROS, ComputedSource, JoinedSource, PagedFile
@@ -133,18 +142,22 @@ class _Mapping:
                 code="CKPT0205",
             )
         # what each side of the map does not know of the weights, and of the optimizer
-        unknown = {
-            (component, forward): [
-                n
-                for n in group_names(rows, self.map, component, forward)[1]
-                if not (forward and component == "model" and find_ignored(self.map, n))
-            ]
+        grouped = {
+            (component, forward): group_names(rows, self.map, component, forward)
             for component, rows in names.items()
             for forward in (True, False)
         }
-        for forward in (True, False):
-            if not any(unknown[component, forward] for component in names):
-                return dict.fromkeys(names, forward)
+        unknown = {
+            (component, forward): [
+                n for n in rest if not (forward and component == "model" and find_ignored(self.map, n))
+            ]
+            for (component, forward), (_, rest) in grouped.items()
+        }
+        fits = [forward for forward in (True, False) if not any(unknown[component, forward] for component in names)]
+        if len(fits) == 2 and self.map.has_rest:  # the side that spells out more of the names
+            fits.sort(key=lambda forward: -sum(g.literal for c in names for g in grouped[c, forward][0]))
+        if fits:
+            return dict.fromkeys(names, fits[0])
         if all(not unknown[component, True] or not unknown[component, False] for component in names):
             return {component: None if unknown[component, True] else True for component in names}
         # refuse, with what the side that knows more does not know
@@ -301,7 +314,8 @@ class _Mapping:
                 raise Unsupported(
                     f'"{group.first}" is not a tensor, and the map {self.map.name} says {group.line}.', code="CKPT0310"
                 )
-            path = ("model", next(iter(resolve_group(group, {}, self.sizes, self.map).names.values())))
+            new = next(iter(resolve_group(group, {}, self.sizes, self.map).names.values()))
+            path = rename_path(self.plain[group.first].path, ("model",), new, ())
             self.values[joined(path)] = Value(path, self.plain[group.first].data)
         left: dict[str, list[str]] = {}
         for n in [*unmatched, *others]:
@@ -328,7 +342,7 @@ class _Mapping:
                 continue
             before = len(made)
             for t in list(self.tensors.values()):
-                m = row.along.pattern.fullmatch(t.local_name) if t.component == "model" else None
+                m = row.along.match(t.local_name) if t.component == "model" else None
                 if m is None:
                     continue
                 assert row.tensor.axes is not None and row.along.axes is not None
@@ -344,7 +358,7 @@ class _Mapping:
                         f'"{t.local_name}" is {list(t.shape)}, and the map {self.map.name} says {row.along}: {why}.',
                         code="CKPT0310",
                     ) from None
-                path = ("model", row.tensor.named({v: int(n) for v, n in m.groupdict().items()}))
+                path = ("model", row.tensor.named(m))
                 chunks = Chunks(len(shape))
                 chunks.add((0,) * len(shape), shape, len(self.ckpt.files), 0, prod(shape) * ITEMSIZE[row.dtype])
                 if joined(path) in self.tensors or joined(path) in made:

@@ -35,7 +35,7 @@ def read_shipped_or_own_map(asked: str) -> str:
         asked: the text itself if it has a line end, else the name of a map that comes with ckpttool, else a file.
 
     Raises:
-        UsageError: there is no such map, or the file is no text, or too long.
+        UsageError: there is no such map, or the file is no text or no map, or too long.
     """
     if "\n" in asked:
         return asked
@@ -52,6 +52,7 @@ def read_shipped_or_own_map(asked: str) -> str:
                 f"name map {asked!r:.200}: it has more than {_MOST:,} characters, which no name map has.",
                 code="CKPT0213",
             )
+        parse_name_map(text, asked, _read_include)  # here, where the file has a name
         return text + "\n"
     if os.path.exists(asked):
         raise UsageError(
