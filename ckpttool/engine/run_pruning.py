@@ -27,7 +27,7 @@ from .. import layouts
 from ..errors import Corrupt, Locked, NotRecognised, SourceChanged, UsageError, argument, note_change
 from ..layouts import Place
 from ..options import Progress, silent
-from ..printable import Shown, count_noun
+from ..printable import Shown, count_noun, printable
 from ..storage import urls
 from ..storage.removal import Remover, explain_failures, find_leftovers, is_tidy
 from ..storage.source import Source
@@ -261,7 +261,7 @@ class _Plan:
             raise NotRecognised(
                 f"No checkpoint in {source.root} has a step in its name, so none is older than another. Give the "
                 "folder that holds the steps of the run.",
-                listing="\n".join(found.table()),
+                listing="\n".join(map(printable, found.table())),
                 code="CKPT0304",
             )
         self.pointers, self.left_out = list(found.pointers), found.left_out
@@ -276,7 +276,7 @@ class _Plan:
         if not self.newest:
             raise Corrupt(
                 f"No step in {source.root} is complete, so nothing was deleted.",
-                listing="\n".join(found.table()),
+                listing="\n".join(map(printable, found.table())),
                 code="CKPT0430",
             )
 

@@ -148,7 +148,9 @@ def on_terminal(words: Sequence[Any], seconds: float = 60) -> str:
 def _json_faults(words: Sequence[Any], printed: str, names: Sequence[str]) -> Iterator[str]:
     """JSON that is none, or that has other names of tensors."""
     try:
-        found = json.loads(printed)
+        found, *_ = map(
+            json.loads, printed.splitlines() if words[0] == "watch" else [printed]
+        )  # watch: a line for each event
     except ValueError as e:
         yield f"no JSON: {e}"
         return
