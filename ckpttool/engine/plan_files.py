@@ -219,7 +219,7 @@ def read_plan(path: str | os.PathLike[str]) -> dict[str, Any]:
         with open(where, "rb") as f:
             data = f.read(_MOST_BYTES + 1)
     except OSError as e:
-        raise UsageError(f"{where} cannot be read: {e.strerror}. Give {_WHAT}.", code="CKPT0212") from e
+        raise UsageError(f"{where} cannot be read: {e.strerror}. Give {_WHAT}.", code="CKPT0226") from e
     if len(data) > _MOST_BYTES:
         raise Unsafe(f"{where}: more than {_MOST_BYTES >> 20} MiB, which no plan has.", code="CKPT0704")
     found = parse(data, where)
@@ -229,7 +229,7 @@ def read_plan(path: str | os.PathLike[str]) -> dict[str, Any]:
         )
     wanted = {"ckpttool": str, "id": str, "source": dict, "destination": dict, "options": dict}
     if not isinstance(found, dict) or not all(type(found.get(k)) is kind for k, kind in wanted.items()):
-        raise UsageError(f"{where} is no plan of ckpttool. Give {_WHAT}.", code="CKPT0212")
+        raise UsageError(f"{where} is no plan of ckpttool. Give {_WHAT}.", code="CKPT0226")
     return found
 
 
@@ -242,15 +242,15 @@ def split_plan(plan: Mapping[str, Any]) -> tuple[str, str, OpenOptions, WriteReq
     src, dst = (plan[side].get("path") for side in ("source", "destination"))
     for text in (src, dst):
         if not isinstance(text, str) or _absolute(text) != text:
-            raise UsageError(f"the plan says {text!r} for a path; plans have absolute paths.", code="CKPT0212")
+            raise UsageError(f"the plan says {text!r} for a path; plans have absolute paths.", code="CKPT0226")
     given = plan["options"]
     if odd := sorted(given.keys() - {"reading", "writing", "layout", "running"}):
-        raise UsageError(f"the plan has options for {odd[0]!r}, which this version does not know.", code="CKPT0212")
+        raise UsageError(f"the plan has options for {odd[0]!r}, which this version does not know.", code="CKPT0226")
     writing = _make_request(WriteRequest, given.get("writing", {}))
     if "layout" in given:
         kind = layouts.target_of(writing.to, dst).options
         if kind is None:
-            raise UsageError(f"the plan has options of a layout, and {writing.to} has none.", code="CKPT0212")
+            raise UsageError(f"the plan has options of a layout, and {writing.to} has none.", code="CKPT0226")
         writing = replace(writing, options=_make_request(kind, given["layout"]))
     reading = _make_request(OpenOptions, given.get("reading", {}))
     return src, dst, reading, writing, _make_request(RunOptions, given.get("running", {}))
@@ -335,12 +335,12 @@ def _make_request(kind: type[R], given: Any) -> R:
     """
     own = {f.name: f for f in fields(kind) if f.name not in _LEFT_OUT}  # type: ignore[arg-type]
     if not isinstance(given, dict):
-        raise UsageError(f"the plan says {_abbreviate(given)} for options.", code="CKPT0212")
+        raise UsageError(f"the plan says {_abbreviate(given)} for options.", code="CKPT0226")
     for name, value in given.items():
         if name not in own:
-            raise UsageError(f"the plan has the option {name!r}, which this version does not know.", code="CKPT0212")
+            raise UsageError(f"the plan has the option {name!r}, which this version does not know.", code="CKPT0226")
         if not _fits(str(own[name].type), value):
-            raise UsageError(f"the plan says {_abbreviate(value)} for {argument(name)}.", code="CKPT0212")
+            raise UsageError(f"the plan says {_abbreviate(value)} for {argument(name)}.", code="CKPT0226")
     return kind(**given)
 
 

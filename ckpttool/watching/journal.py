@@ -109,7 +109,8 @@ class WatchJournal:
                 except (ValueError, TypeError, KeyError, AttributeError):
                     raise Corrupt(
                         f"{self.folder}/{_FILE}: line {number} is no event. It was damaged or edited; move the folder "
-                        "away, and every save is read again."
+                        "away, and every save is read again.",
+                        code="CKPT0406",
                     ) from None
                 end += len(line)
         os.ftruncate(self.fd, end)
