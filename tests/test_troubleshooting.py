@@ -17,7 +17,8 @@ from test_readme import FIXTURES, PAGES, blocks, not_as_printed
 import ckpttool
 
 PAGE = PAGES["troubleshooting.md"]
-SESSIONS = [line for block in blocks(PAGE, "console") for line in re.findall(r"^\$ (.+)$", block, re.MULTILINE)]
+CODES = PAGES["reference/codes.md"]
+SESSIONS = [line for block in blocks(PAGE + CODES, "console") for line in re.findall(r"^\$ (.+)$", block, re.MULTILINE)]
 
 
 def make_runs(desk: Path) -> None:
@@ -107,7 +108,7 @@ def test_every_session_of_the_page_is_what_its_command_prints(tmp_path: Path, mo
         text = (done.stdout + done.stderr).replace(f"{tmp_path}/", "")
         assert (done.returncode != 0) == bool(re.search(r"^error: |: damaged$", text, re.MULTILINE)), f"{line}\n{text}"
         printed[line] = text
-    assert not_as_printed(PAGE, printed) == []
+    assert not_as_printed(PAGE, printed) == not_as_printed(CODES, printed) == []
 
 
 def test_every_symptom_has_a_section_with_a_command() -> None:
