@@ -102,7 +102,10 @@ def test_the_commands_of_every_entry_are_ones_that_their_parsers_take() -> None:
 
 
 def test_every_option_that_the_catalogue_names_is_one_of_a_command() -> None:
-    every = frozenset().union(*(list_flags(command) for _, command in list_commands())) | {"--help", "--install-completion"}
+    every = frozenset().union(*(list_flags(command) for _, command in list_commands())) | {
+        "--help",
+        "--install-completion",
+    }
     for code, e in KNOWN.items():
         named = re.findall(r"(?<![\w-])--[a-z][a-z-]*[a-z]", f"{e['means']} {e['why']} {e['do']}")
         assert set(named) <= every, code

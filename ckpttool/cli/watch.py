@@ -25,10 +25,10 @@ __all__ = ["watch"]
 
 
 @about(
-    ("Beside a training job", "ckpttool watch runs/llama"),
-    ("With metrics, at 200 MB/s at most", "ckpttool watch runs/llama --job-metrics 9400 --max-rate 200MB/s"),
-    ("Once, in cron or CI", "ckpttool watch runs/llama --once --json"),
-    ("Archive every 1,000th step that is proved", "ckpttool watch runs/llama --every 1000 --then "
+    ("Beside a training job", "ckpttool watch run"),
+    ("With metrics, at 200 MB/s at most", "ckpttool watch run --job-metrics 9400 --max-rate 200MB/s"),
+    ("Once, in cron or CI", "ckpttool watch run --once --json"),
+    ("Archive every 1,000th step that is proved", "ckpttool watch run --every 1000 --then "
      "'ckpttool audit export {path} /archive/{name}.tar.zst'"),
     exits=(0, 1, 2, 3, 4, 5, 6, 8, 14, 130),
     meaning={0: "ended by a signal; with --once: no save that is there is bad",
