@@ -14,7 +14,7 @@ has b = 2, G = 2 and K = 12. On top of them come the padding of what is divided,
     zero3         a rank holds ceil(P / N) numbers of each parameter; those of at most 100,000 also stay whole
     DeepSpeed     has fp32 masters and moments whatever it computes in, and scalars once a group
 
-That is what torch 2.13 and DeepSpeed 0.19.8 allocate; tests/live/test_memory.py measures it. Gradients of zero1 are
+That is what torch 2.13 and DeepSpeed 0.19.8 allocate; tests/live/test_job_memory.py measures it. Gradients of zero1 are
 those during backward: DeepSpeed keeps 1/N of them afterwards.
 """
 

@@ -79,13 +79,16 @@ def explain_no_match(pattern: str, names: Collection[str], what: str = "name") -
     pattern, and what to type instead."""
     from difflib import get_close_matches  # which takes a while to load
 
-    part = pattern.strip("*")
+    part, holds = pattern.strip("*"), ""
+    if what == "name" and "." not in pattern and _GLOB.search(pattern) is None:  # meant as a component
+        holds = f"the checkpoint holds {', '.join(sorted({n.partition('.')[0] for n in names}))}"
     near = [n for n in names if part and part.lower() in n.lower()]
     if near:
         contain = "1 name contains" if len(near) == 1 else f"{len(near)} names contain"
-        return f"no {what} matches; {contain} it, first {near[0]}: use '*{part}*'."
-    if _GLOB.search(pattern) is None and "." not in pattern and what == "name":
-        return f"the checkpoint holds {', '.join(sorted({n.partition('.')[0] for n in names}))}."
+        hint = f"{contain} it, first {near[0]}: use '*{part}*'."
+        return f"{holds}; {hint}" if holds else f"no {what} matches; {hint}"
+    if holds:
+        return f"{holds}."
     if close := get_close_matches(pattern, islice(names, _MOST_COMPARED), 1, 0.5):
         return f"no {what} matches; did you mean {close[0]!r}?"
     return f"no {what} matches; the first is {next(iter(names), None)!r}."

@@ -56,7 +56,7 @@ def test_a_file_of_a_folder_is_answered_with_the_folder(
 ) -> None:
     done = run(*command, folder / file, *([tmp_path / "out.pt"] if command == ["convert"] else []))
     assert (done.returncode, done.stderr) == (
-        3, f"error: {folder / file} is one file of the {layout} checkpoint {folder}; give that folder.\n",
+        3, f"error: {folder / file} is one file of the {layout} checkpoint {folder}; give that folder.\nmore: ckpttool explain CKPT0303\n",
     )  # fmt: skip
 
 

@@ -1,4 +1,4 @@
-"""Memory of a job: what `inspect --fits` computes. tests/live/test_memory.py compares it with what engines allocate."""
+"""Memory of a job: what `inspect --fits` computes. tests/live/test_job_memory.py compares it with what engines allocate."""
 
 from __future__ import annotations
 
