@@ -101,7 +101,8 @@ def _count_left_out(before: Checkpoint, after: Checkpoint, selection: EntrySelec
         for gone, whole, noun in ((tensors, len(before.tensors), "tensors"), (values, len(before.values), "values"))
         if gone
     ]
-    return f"left out as asked: {' and '.join(parts) or 'nothing'}{of}. {NOT_RESUMED}"
+    left = " and ".join(parts) + of if parts else f"everything but {of.removeprefix(' of ')}" if of else "nothing"
+    return f"left out as asked: {left}. {NOT_RESUMED}"
 
 
 def _cut_param_groups(before: Checkpoint, after: Checkpoint) -> tuple[Checkpoint, set[str]]:
