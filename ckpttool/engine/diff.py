@@ -45,6 +45,11 @@ __all__ = ["SORTS", "ComponentDifference", "Difference", "TensorDifference", "di
 #: What `Difference.sorted_by` sorts by.
 SORTS = ("moved", "abs", "rel", "ulp", "name")
 _MOST_ULP = 1_000_000  # a larger distance says only that numbers are far apart, and is in JSON alone
+#: {count of `ComponentDifference`: its words}
+_COUNTS = {
+    "equal": "equal", "close": "within the tolerance", "changed": "changed", "other_shape": "of another shape",
+    "only_in_a": "only in A", "only_in_b": "only in B",
+}  # fmt: skip
 V = TypeVar("V")
 
 
@@ -120,11 +125,7 @@ class ComponentDifference:
         self.moved = _divide_norms(self.distance, self.norm)
 
     def __str__(self) -> str:
-        words = {
-            "equal": "equal", "close": "within the tolerance", "changed": "changed", "other_shape": "of another shape",
-            "only_in_a": "only in A", "only_in_b": "only in B",
-        }  # fmt: skip
-        counts = ", ".join(f"{getattr(self, k):,} {word}" for k, word in words.items() if getattr(self, k))
+        counts = ", ".join(f"{getattr(self, k):,} {words}" for k, words in _COUNTS.items() if getattr(self, k))
         numbers = f"max abs {self.max_abs:.3g}, max rel {self.max_rel:.3g}, relative L2 {self.moved:.3g}"
         return f"{counts}; {numbers}" if self.close or self.changed else counts
 
@@ -231,9 +232,6 @@ class Difference(Shown):
         close = f" ({self.within_tolerance} within the tolerance)" if self.within_tolerance else ""
         word = "equal" if self.equal else "different"
         return f"{word}: {count_noun(self.tensors, 'tensor')} in both, {self.changed:,} with other values{close}"
-
-
-_COUNTS = ("equal", "close", "changed", "other_shape", "only_in_a", "only_in_b")
 
 
 def _divide_norms(distance: float, norm: float) -> float:
