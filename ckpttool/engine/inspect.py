@@ -8,7 +8,7 @@ from __future__ import annotations
 import io
 import os
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Unpack
@@ -562,19 +562,7 @@ def draw_summary(s: Summary) -> RenderableType:
         )
     parts.append(table)
     if s.optimizer:
-        o = s.optimizer
-        line = Text("optimizer ", style="bold")
-        line.append(printable(f"{o['kind']}, "), style="default")
-        line.append(
-            printable("; ".join(f"{k} of {v['parameters']} parameters" for k, v in o["slots"].items())) or "no state",
-            style="default",
-        )
-        parts.append(line)
-        for i, g in enumerate(o["groups"]):
-            shown = ", ".join(
-                f"{k} {g[k]}" for k in ("lr", "weight_decay", "betas", "momentum", "eps") if g.get(k) is not None
-            )
-            parts.append(Text(printable(f"  group {i}: {g.get('parameters', '?')} parameters, {shown}")))
+        parts += _draw_optimizer(s.optimizer)
     for w in s.weights:
         line = Text("weights ", style="bold")
         many = "" if w["tensors"] is None else f"{w['tensors']:,} tensors, "
@@ -591,6 +579,20 @@ def draw_summary(s: Summary) -> RenderableType:
 
         parts += draw_memory(s.memory)
     return Group(*parts)
+
+
+def _draw_optimizer(optimizer: dict[str, Any]) -> Iterator[RenderableType]:
+    """Yield a line about the kind and the slots of an optimizer, as `Summary.optimizer` has it, and one for each param
+    group."""
+    from rich.text import Text
+
+    slots = "; ".join(f"{k} of {v['parameters']} parameters" for k, v in optimizer["slots"].items()) or "no state"
+    yield Text.assemble(("optimizer ", "bold"), printable(f"{optimizer['kind']}, {slots}"))
+    for i, g in enumerate(optimizer["groups"]):
+        shown = ", ".join(
+            f"{k} {g[k]}" for k in ("lr", "weight_decay", "betas", "momentum", "eps") if g.get(k) is not None
+        )
+        yield Text(printable(f"  group {i}: {g.get('parameters', '?')} parameters, {shown}"))
 
 
 def draw_tree(ckpt: Checkpoint) -> RenderableType:
