@@ -57,7 +57,7 @@ def set_values(ckpt: Checkpoint, wanted: Mapping[str, object]) -> tuple[Checkpoi
     changed = {
         n: f"set to {short(v.data)}, was {short(ckpt.values[n].data)}"
         for n, v in values.items()
-        if repr(v.data) != repr(ckpt.values[n].data)
+        if v is not ckpt.values[n] and repr(v.data) != repr(ckpt.values[n].data)
     }
     out = replace(ckpt, values=values, notes=[*ckpt.notes])
     rates = [n for n in changed if values[n].is_param_group and values[n].option == "lr"]
