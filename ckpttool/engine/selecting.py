@@ -94,14 +94,17 @@ def _list_unwanted(before: Checkpoint, selection: EntrySelection) -> list[Droppe
 
 def _count_left_out(before: Checkpoint, after: Checkpoint, selection: EntrySelection) -> str:
     """Return a note that counts the entries that were left out of the components that were looked at."""
-    of = "" if selection.components is None else f" of {', '.join(sorted(selection.components))}"
+    looked_at = ", ".join(sorted(selection.components or ()))
     tensors, values = len(before.tensors) - len(after.tensors), len(before.values) - len(after.values)
     parts = [
         f"{gone:,} of {whole:,} {noun}"
         for gone, whole, noun in ((tensors, len(before.tensors), "tensors"), (values, len(before.values), "values"))
         if gone
     ]
-    left = " and ".join(parts) + of if parts else f"everything but {of.removeprefix(' of ')}" if of else "nothing"
+    if parts:
+        left = " and ".join(parts) + (f" of {looked_at}" if looked_at else "")
+    else:
+        left = f"everything but {looked_at}" if looked_at else "nothing"
     return f"left out as asked: {left}. {NOT_RESUMED}"
 
 
