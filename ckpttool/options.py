@@ -425,7 +425,7 @@ class WriteRequest:
     )
     reset: Iterable[str] | None = option(
         None,
-        "Leave out state that the job starts anew: components (scheduler, optim, ...), or names or globs; may be "
+        "Leave out state that the job is to start new: components (scheduler, optim, ...), or names or globs; may be "
         "repeated.",
         metavar="scheduler,GLOB,...",
         repeated=True,

@@ -1,4 +1,4 @@
-"""Memory of a training job that goes on from a checkpoint: bytes of parameters, gradients and optimizer state on each
+"""Memory of a training job that resumes from a checkpoint: bytes of parameters, gradients and optimizer state on each
 rank, by sharding strategy; read from the index, with its real dtypes, slots and groups.
 
 With P parameters, G bytes a gradient and K bytes of optimizer state a parameter, fp32 masters included:

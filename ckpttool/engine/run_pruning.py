@@ -164,7 +164,7 @@ def prune_run(
     dry_run: bool = True,
     progress: Progress = silent,
 ) -> PrunedRun:
-    """Delete the steps of a run that no policy keeps. A trainer may go on to save into it.
+    """Delete the steps of a run that no policy keeps. A trainer may keep saving into it.
 
     A folder with several runs below it is pruned run by run. Always kept are the newest complete step of a run, later
     ones, those that are being written, and those that a pointer of the trainer or a link names or that another step
@@ -397,7 +397,7 @@ class _Plan:
         if problems:
             raise problems[0]
 
-    def going(self) -> list[_Save]:
+    def list_unkept(self) -> list[_Save]:
         """List the saves that nothing keeps, the oldest first."""
         return [s for s in reversed(self._newest_first()) if not s.keeps and not s.refused]
 
@@ -406,7 +406,7 @@ class _Plan:
         need a third one."""
         needs = list(_find_needs(self.source.root, self.saves))
         while True:
-            going = {s.name for s in self.going()}
+            going = {s.name for s in self.list_unkept()}
             found = [(of, by, how) for of, by, how in needs if of in going and by not in going]
             if not found:
                 return
@@ -417,12 +417,12 @@ class _Plan:
 
     def carry_out(self, path: str, dry_run: bool, progress: Progress) -> PrunedRun:
         """Delete what goes, one save after the other, or with `dry_run` only count it; return the result."""
-        for save in self.going():
+        for save in self.list_unkept():
             try:
                 self._look_at(save)
             except FileNotFoundError:
                 save.refused = _GONE
-        going = self.going()
+        going = self.list_unkept()
         total = sum(self._look_at(s).size for s in going)
         folders = dict.fromkeys(os.path.dirname(s.name) for s in (*self.saves.values(), *going))
         leftovers = [f for folder in folders for f in find_leftovers(self.source.root, folder)]
