@@ -32,7 +32,7 @@ from .index.optimizer_names import Orders
 from .index.param_groups import Groups
 from .options import option
 from .program import ForTrainer, Program, Saves, StateFile
-from .storage import remote, urls
+from .storage import urls
 from .storage.source import Source, read_error
 
 __all__ = [
@@ -620,6 +620,8 @@ def _open_remote(url: str, is_folder: bool) -> Place:
     Raises:
         NotRecognised: nothing is there.
     """
+    from .storage import remote  # at the first URL, since most checkpoints are local
+
     for spelled in (url, *_longer_revisions(url)):
         if found := _open_object_or_prefix(spelled, is_folder):
             return found
@@ -643,6 +645,8 @@ def _open_object_or_prefix(url: str, is_folder: bool) -> Place | None:
         url: without a slash at its end.
         is_folder: do not look for an object of that name.
     """
+    from .storage import remote
+
     folder, name = urls.split_url(url)
     if not is_folder and name and folder.count("/") >= 2:  # no bucket alone
         source = remote.RemoteSource(folder)

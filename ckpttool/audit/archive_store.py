@@ -28,10 +28,10 @@ from ..errors import (
     argument,
     kind_of_failure,
 )
-from ..storage import objects, remote, urls
+from ..storage import objects, urls
 from ..storage.local_file import sync_folder
 from ..storage.retries import Denied
-from ..storage.source import Source
+from ..storage.source import Source, open_source
 from . import ledger, sidecar
 from .archive import ENCRYPTED, SUFFIX, ArchiveFacts, read_facts
 from .retention import parse_time
@@ -188,7 +188,7 @@ class History:
                 f"{store} is not a folder; a store is a folder with archives, or the URL of one.", code="CKPT0221"
             )
         lines = ledger.read_entries_or_none(store) if lines is None else lines
-        with remote.open_source(store) as source:
+        with open_source(store) as source:
             beside = [n.removesuffix(sidecar.HOLD) for n in source.list() if n.endswith(sidecar.HOLD)]
             return cls(lines, {n: holds_in_file(source, n) for n in beside}, ledger.latest_records(lines or []))
 
@@ -230,7 +230,7 @@ def _descending(name: str) -> tuple[int, ...]:
 
 def archive_names(store: str) -> list[str]:
     """Return the names of the files in a store that are named like archives."""
-    with remote.open_source(store) as source:
+    with open_source(store) as source:
         return [n for n in source.list() if n.endswith((SUFFIX, ENCRYPTED))]
 
 
@@ -241,7 +241,7 @@ def read_archive_facts(store: str, name: str) -> tuple[Source, ArchiveFacts | st
     Raises:
         RemoteError: the store fails.
     """
-    with remote.open_source(store) as source:
+    with open_source(store) as source:
         try:
             return source, read_facts(source, name)
         except RemoteError:
@@ -454,7 +454,7 @@ def add_to_ledger(archive: str) -> ledger.LedgerEntry:
     recorded = ledger.latest_records(ledger.read_entries(store))
     facts = {k: v for k, v in asdict(known).items() if k != "name"}
     if name.endswith(ENCRYPTED):
-        with remote.open_source(store) as fresh:
+        with open_source(store) as fresh:
             want = sidecar.read_sidecar(fresh, name)["ciphertext"]
             have = sidecar.hash_ciphertext(fresh, name, silent)
         if have != want:
@@ -492,7 +492,7 @@ def split_archive_path(archive: str) -> tuple[str, str]:
 
 def require_archive(store: str, name: str) -> None:
     """Raise UsageError unless a store has a file of this name."""
-    with remote.open_source(store) as source:
+    with open_source(store) as source:
         if not source.exists(name):
             raise UsageError(f"{source.root}/{name}: this archive does not exist.", code="CKPT0221")
 
@@ -564,7 +564,7 @@ def _split_path(archive: str) -> tuple[str, str]:
 
 def _file_exists(store: str, name: str) -> bool:
     """Return whether a store has a file of that name."""
-    with remote.open_source(store) as source:
+    with open_source(store) as source:
         return source.exists(name)
 
 

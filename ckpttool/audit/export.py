@@ -27,7 +27,8 @@ from ..options import (
     list_keywords,
     split_keywords,
 )
-from ..storage import remote, urls
+from ..storage import urls
+from ..storage.source import open_source
 from . import ledger, sidecar
 from .archive import ENCRYPTED, ArchiveFacts
 from .archive_options import ArchiveOptions
@@ -111,7 +112,7 @@ def export_archive(
     # the archive is in place; an error from here on has to say what is still missing next to it
     entry, recorded = None, not sealed
     try:
-        with remote.open_source(folder) as source:
+        with open_source(folder) as source:
             known = ArchiveFacts(**{**result.about, "bytes": source.size(name)})
             ciphertext = sidecar.hash_ciphertext(source, name, running.progress) if sealed else None
         if ciphertext is not None:

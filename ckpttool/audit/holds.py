@@ -12,7 +12,8 @@ from __future__ import annotations
 from dataclasses import replace
 
 from ..errors import CkpttoolError, Locked, UsageError
-from ..storage import objects, remote, urls
+from ..storage import objects, urls
+from ..storage.source import open_source
 from . import ledger, sidecar
 from .archive import ArchiveFacts
 from .archive_store import (
@@ -93,7 +94,7 @@ def _write_hold_file(store: str, name: str, turn: ledger.Turn, entry: ledger.Led
     seen: list[ledger.LedgerEntry] = []
     new = [entry]
     while new:
-        with remote.open_source(store) as source:
+        with open_source(store) as source:
             held = sidecar.read_holds(source, name) if sidecar.hold_name(name) in source.list() else []
         reasons = {h["reason"] for h in new}
         held = [h for h in held if h["reason"] not in reasons] + [{**h, "since": h["time"]} for h in new]

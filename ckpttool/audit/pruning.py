@@ -14,9 +14,9 @@ from typing import Any
 
 from ..errors import CkpttoolError, Corrupt, RemoteError, UsageError, argument
 from ..printable import count_noun
-from ..storage import remote, urls
+from ..storage import urls
 from ..storage.retries import Denied
-from ..storage.source import Source
+from ..storage.source import Source, open_source
 from . import ledger, sidecar
 from .archive import ENCRYPTED, ArchiveFacts
 from .archive_store import (
@@ -232,7 +232,7 @@ def _delete_archive(store: str, row: ListingRow, source: Source, history: Histor
 
         known = row.facts
         entry = record("delete")
-        with remote.open_source(store) as fresh:
+        with open_source(store) as fresh:
             files = dict(history.files)
             if fresh.exists(sidecar.hold_name(row.name)):
                 files[row.name] = holds_in_file(fresh, row.name)

@@ -12,8 +12,8 @@ from ..engine.copy.fill import Progress, silent
 from ..engine.workers.executors import WorkersSpec, serve_if_worker
 from ..errors import CkpttoolError, Corrupt, Differs, Unsafe, UsageError, argument
 from ..layouts import place
-from ..storage import remote, urls
-from ..storage.source import Source
+from ..storage import urls
+from ..storage.source import Source, open_source
 from . import ledger, sidecar
 from .archive import ENCRYPTED
 from .archive_store import hold_disagreements
@@ -190,7 +190,7 @@ class _InStore:
         if match.state == "differs":
             raise Differs(f"{found.path}: {match.says}", code="CKPT0501")
         found.ledger = match.says
-        with remote.open_source(self.store) as folder:
+        with open_source(self.store) as folder:
             there = folder.exists(sidecar.hold_name(self.file))
             held = sidecar.read_holds(folder, self.file) if there else []
         found.warnings += hold_disagreements(self.file, self.lines, held)

@@ -18,8 +18,7 @@ from typing import Any
 
 from ..bounded_json import parse
 from ..errors import CkpttoolError, UsageError, argument
-from ..storage.remote import open_source
-from ..storage.source import Source
+from ..storage.source import Source, open_source
 
 __all__ = ["best_of", "read_metrics"]
 

@@ -11,8 +11,6 @@ from typing import Any, NamedTuple
 
 from .. import bounded_json
 from ..errors import CkpttoolError, Corrupt, RemoteError, Unsafe, Unsupported, argument
-from ..storage.answer_limits import RequestBudget, within_budget_in_all_threads
-from ..storage.hub_limits import bound_hub_client
 from ..storage.source import Source
 
 __all__ = [
@@ -106,6 +104,9 @@ def fetch_from_hub(model: str, patterns: list[str]) -> str:
         raise Unsupported(f"{what}. Check the path.", code="CKPT0302")
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HFValidationError, RepositoryNotFoundError
+
+    from ..storage.answer_limits import RequestBudget, within_budget_in_all_threads
+    from ..storage.hub_limits import bound_hub_client
 
     bound_hub_client()
     try:

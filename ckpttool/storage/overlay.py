@@ -18,8 +18,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from ..errors import Corrupt
-from .remote import open_source
-from .source import OverlaySource, Source
+from .source import OverlaySource, Source, open_source
 
 __all__ = [
     "ENDLESS",

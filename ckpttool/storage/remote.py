@@ -28,12 +28,12 @@ from .listings import list_entries, list_tree
 from .prefetch import FetchSizes, Prefetcher
 from .retries import BadRange, NotFound, redacted_message, with_retries
 from .source import Identity, Source
-from .urls import check_inside, is_url, redact_url, scheme_of
+from .urls import check_inside, redact_url, scheme_of
 
 if TYPE_CHECKING:
     from fsspec import AbstractFileSystem
 
-__all__ = ["RemoteSource", "commit_of", "filesystem_for", "open_source"]
+__all__ = ["RemoteSource", "commit_of", "filesystem_for"]
 
 _PACKAGE = {"s3": "s3fs", "s3a": "s3fs", "gs": "gcsfs", "gcs": "gcsfs"}
 # Fields by which stores identify the content of an object, the best first.
@@ -584,13 +584,3 @@ def _fetch_web_range(fs: AbstractFileSystem, url: str, start: int, end: int) -> 
 
     data: bytes = sync(fs.loop, call)
     return data
-
-
-def open_source(path: str) -> Source:
-    """Return a source for a folder, by its path, or for the objects below a URL.
-
-    Raises:
-        Corrupt: there is no such folder.
-        UsageError: the URL is of no known store.
-    """
-    return RemoteSource(path) if is_url(path) else Source(path)

@@ -25,9 +25,8 @@ from ckpttool.errors import Corrupt
 from ckpttool.index.checkpoint import Checkpoint, Chunks, Leaves, Path, TensorEntry, joined
 from ckpttool.index.names import CanonicalState, original_path
 from ckpttool.layouts import Place, ReadOptions, checkpoint_of
-from ckpttool.storage import remote
 from ckpttool.storage.overlay import parent_of
-from ckpttool.storage.source import Source
+from ckpttool.storage.source import Source, open_source
 
 from .. import dcp
 from .dist_checkpointing import locate_items
@@ -56,7 +55,7 @@ class FsdpDtensor:
         names = source.list()
         if ".metadata" not in names or "metadata.json" in names:
             return None
-        with remote.open_source(parent) as above:
+        with open_source(parent) as above:
             return cls() if above.exists(_TRACKER) else None
 
     def read(self, source: Source, options: ReadOptions) -> Checkpoint:

@@ -61,9 +61,8 @@ from ckpttool.engine.discover.unread_files import kind_of
 from ckpttool.engine.recorded import RECORD
 from ckpttool.index.trainer_trees import TrainerTree
 from ckpttool.program import Advice, ForTrainer, Half, Program, SeenFolder, StateFile, Unfinished
-from ckpttool.storage import remote
 from ckpttool.storage.overlay import parent_of
-from ckpttool.storage.source import Source
+from ckpttool.storage.source import Source, open_source
 
 from .. import dcp
 from ..deepspeed import zero
@@ -509,7 +508,7 @@ def _loader_of_verl(source: Source) -> list[str]:
     parent, name = parent_of(source)
     if name not in ("actor", "critic") or not re.fullmatch(r".*/global_step_\d+", parent):
         return []
-    with remote.open_source(parent) as above:
+    with open_source(parent) as above:
         return ["data.pt"] if above.exists("data.pt") else []
 
 

@@ -26,9 +26,8 @@ from collections.abc import Iterable, Sequence
 from ckpttool.errors import CkpttoolError
 from ckpttool.formats import torch_zip
 from ckpttool.program import Advice, ForTrainer, Half, Program, StateFile
-from ckpttool.storage import remote
 from ckpttool.storage.overlay import parent_of
-from ckpttool.storage.source import Source
+from ckpttool.storage.source import Source, open_source
 
 from .dialect import DATA, FOREIGN, Dialect, DirectoryPart
 
@@ -60,7 +59,7 @@ def _siblings(source: Source) -> Sequence[str]:
     if not parent or source.exists(_INSIDE):
         return ()
     try:
-        with remote.open_source(parent) as above:
+        with open_source(parent) as above:
             return (_BESIDE,) if above.exists(_BESIDE) else ()
     except (CkpttoolError, OSError):  # a folder that cannot be listed
         return ()
@@ -111,7 +110,7 @@ def _recipe_state(source: Source) -> tuple[str | None, str]:
     m = _FOLDER.fullmatch(name)
     assert m is not None
     kind, number = m[1], int(m[2])
-    with remote.open_source(parent) as above:
+    with open_source(parent) as above:
         numbers = _numbers(above.list(), kind)
     last = number >= max(numbers)
     try:

@@ -27,8 +27,8 @@ from ...layouts import Layout, Place
 from ...options import DEFAULT_LAYOUT
 from ...printable import printable
 from ...program import SeenFolder
-from ...storage import remote, urls
-from ...storage.source import Source
+from ...storage import urls
+from ...storage.source import Source, open_source
 from .unread_files import human, kind_of
 
 __all__ = [
@@ -308,7 +308,7 @@ def _checkpoint_around(source: Source) -> tuple[str, Layout] | None:
     parts = (x.program.part_folders for x in layouts.layouts().values())
     if _matches_any(parts, name) or _is_folder_of_rank(name):
         try:
-            with remote.open_source(parent) as above:
+            with open_source(parent) as above:
                 layout = layouts.detect(Place(above, None))
             if layout.of_trainer:
                 return urls.display_path(parent), layout

@@ -32,9 +32,8 @@ from ...huggingface import lora, model_files
 from ...index.checkpoint import Checkpoint, Unread
 from ...printable import printable
 from ...program import Saves, StateFile
-from ...storage import remote
 from ...storage.overlay import parent_of
-from ...storage.source import Source
+from ...storage.source import Source, open_source
 
 __all__ = ["NOT_READ", "human", "kind_of", "listed", "lost", "note", "unread"]
 
@@ -228,7 +227,7 @@ def _in_folder_above(source: Source, held: set[str], saves: Saves | None) -> Ite
     half = next((h for h in known if re.fullmatch(h.folder, name)), None)
     if not parent or (half is None and saves is None):
         return
-    with remote.open_source(parent) as above:
+    with open_source(parent) as above:
         names = above.list()
         if half is not None and not half.belongs(parent, names, name):
             return
