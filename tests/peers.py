@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import fcntl
 import importlib.util
 import json
+import shutil
+import tarfile
 from collections.abc import Iterator
+from hashlib import sha256
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -14,6 +18,26 @@ from torch import Tensor
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 FIXTURES = REPOSITORY / "fixtures"
+
+
+def _unpack_fixtures() -> None:
+    """Unpack fixtures/NAME.tar.xz into fixtures/NAME, which git ignores, where that was not done or the archive is another
+    one since. tests/README.md has the command that packs them."""
+    for archive in FIXTURES.glob("*.tar.xz"):
+        name = archive.name.partition(".")[0]
+        folder, stamp = FIXTURES / name, FIXTURES / f".unpacked-{name}"
+        with archive.open("rb") as file:
+            fcntl.flock(file, fcntl.LOCK_EX)  # the workers of one run start together
+            digest = sha256(file.read()).hexdigest()
+            if folder.is_dir() and stamp.is_file() and stamp.read_text() == digest:
+                continue
+            shutil.rmtree(folder, ignore_errors=True)
+            with tarfile.open(archive) as packed:
+                packed.extractall(FIXTURES, filter="data")
+            stamp.write_text(digest)
+
+
+_unpack_fixtures()
 CASES = sorted(p.parent.name for p in FIXTURES.glob("*/case.json"))
 
 
