@@ -55,12 +55,24 @@ class _Metadata(_Inert):
     __slots__ = ()
 
 
-class _Properties(_Inert):
-    __slots__ = ()
-
-
 class _MemoryFormat(_Inert):
     __slots__ = ()
+
+
+class _Properties(_Inert):
+    """TensorProperties: (dtype, layout, requires_grad, memory format, pin_memory, ...)."""
+
+    __slots__ = ()
+
+    def __setstate__(self, state: Any) -> None:
+        """Keep the state.
+
+        Raises:
+            Corrupt: the fourth field is no memory format; torch's own class refuses that, too.
+        """
+        if not isinstance(state[3], _MemoryFormat) or state[3].state not in ((0,), (1,), (2,)):
+            raise Corrupt("the memory format of a tensor in .metadata is none of torch's", code="CKPT0406")
+        self.state = state
 
 
 class _Bytes(_Inert):

@@ -210,6 +210,13 @@ def flip(name: str, where: Callable[[bytes], int]) -> Callable[[Path, Path], Pat
     return make
 
 
+def replace_bytes(path: Path, old: bytes, new: bytes) -> None:
+    """Replace the first occurrence of some bytes in a file, which has to have one."""
+    data = path.read_bytes()
+    assert old in data
+    path.write_bytes(data.replace(old, new, 1))
+
+
 def files(change: Callable[[Path], Any]) -> Callable[[Path, Path], Path]:
     """A case: the files of the dcp folder were changed."""
 
