@@ -35,6 +35,7 @@ the one of its class.
 from __future__ import annotations
 
 import errno
+import os
 from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
@@ -73,6 +74,7 @@ __all__ = [
     "kind_of_failure",
     "name_flags",
     "note_change",
+    "path_of_failure",
 ]
 
 
@@ -286,6 +288,11 @@ def kind_of_failure(e: OSError, otherwise: type[CkpttoolError] = CkpttoolError) 
     if e.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
         return NotPermitted
     return NoSpace if e.errno in (errno.ENOSPC, errno.EDQUOT) else otherwise
+
+
+def path_of_failure(e: OSError, otherwise: str) -> str:
+    """Return the path that a failed system call was about; `otherwise` where it had none, or a file descriptor."""
+    return os.fsdecode(e.filename) if isinstance(e.filename, (str, bytes)) else otherwise
 
 
 #: Arguments whose option is not their name with dashes.

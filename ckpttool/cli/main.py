@@ -30,6 +30,7 @@ from ..errors import (
     kind_of_failure,
     name_flags,
     note_change,
+    path_of_failure,
 )
 from .help import App, Command, about, keep_what_runs
 from .layout_options import HfCommand, LayoutCommand
@@ -386,7 +387,7 @@ def _explain_os_error(e: OSError) -> CkpttoolError:
         os.getcwd()
     except OSError:
         return UsageError("The current folder was removed. Change to another one, or give absolute paths.")
-    name = os.fsdecode(e.filename) if isinstance(e.filename, (str, bytes)) else "the system"
+    name = path_of_failure(e, "the system")
     kind = NoSpace if e.errno in (errno.ENOMEM, errno.EMFILE, errno.ENFILE) else kind_of_failure(e)
     return kind(f"{name}: {e.strerror or e}" + (f" (errno {e.errno})." if e.errno else "."))
 

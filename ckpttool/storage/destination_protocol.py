@@ -12,7 +12,7 @@ import os
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Protocol
 
-from ..errors import CkpttoolError, Interrupted, NoSpace, NotPermitted, kind_of_failure
+from ..errors import CkpttoolError, Interrupted, NoSpace, NotPermitted, kind_of_failure, path_of_failure
 from .source import missing_resource
 
 if TYPE_CHECKING:
@@ -164,7 +164,7 @@ class Destination(Protocol):
         if isinstance(e, CkpttoolError):
             self.add_hint(e)
         if isinstance(e, OSError) and not isinstance(e, BrokenPipeError):
-            return write_error(e, e.filename or self.location, self.state_after_error)
+            return write_error(e, path_of_failure(e, self.location), self.state_after_error)
         return e
 
     @property

@@ -28,6 +28,7 @@ from ..errors import (
     UsageError,
     argument,
     note_change,
+    path_of_failure,
 )
 from . import partial
 from .destination_protocol import ParallelDestination, PartResult, SharedState, write_error
@@ -75,7 +76,7 @@ class LocalDestination(ParallelDestination):
                 self._remove_folder()
             self.release()
             if isinstance(e, OSError):
-                raise write_error(e, e.filename or self.folder) from e
+                raise write_error(e, path_of_failure(e, self.folder)) from e
             raise
 
     def _prepare_folder(self, need_bytes: int) -> None:

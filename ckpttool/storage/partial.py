@@ -28,7 +28,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from ..errors import DestinationExists, Locked, UsageError, kind_of_failure, note_change
+from ..errors import DestinationExists, Locked, UsageError, kind_of_failure, note_change, path_of_failure
 from .lock import describe_user, ensure_owner_mode, is_our_uid, open_lock, take_lock, try_lock, unlock
 
 __all__ = [
@@ -386,7 +386,7 @@ def clean(path: str | os.PathLike[str], *, dry_run: bool = False) -> Cleaned:
             if (out.removed or out.put_back) and not dry_run:
                 note_change("Some of what was left is removed already; the same command again removes the rest.")
     except OSError as e:
-        raise kind_of_failure(e)(f"{e.filename or target}: {e.strerror}.") from e
+        raise kind_of_failure(e)(f"{path_of_failure(e, target)}: {e.strerror}.") from e
     return out
 
 

@@ -17,7 +17,7 @@ import stat
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 
-from ..errors import CkpttoolError, DestinationExists, SourceChanged, Unsafe, kind_of_failure
+from ..errors import CkpttoolError, DestinationExists, SourceChanged, Unsafe, kind_of_failure, path_of_failure
 from .local_file import sync_folder
 from .partial import LeftoverFiles, holding_lock, make_private_folder, rename_special, why_foreign
 
@@ -184,4 +184,4 @@ def explain_failures(path: str) -> Iterator[None]:
     try:
         yield
     except OSError as e:
-        raise kind_of_failure(e)(f"{e.filename or path} cannot be deleted: {e.strerror}.") from e
+        raise kind_of_failure(e)(f"{path_of_failure(e, path)} cannot be deleted: {e.strerror}.") from e

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import re
 import signal
 import socket
 import stat
@@ -604,6 +605,17 @@ def test_too_many_open_files_while_reading_back_are_no_corruption_and_keep_the_w
     monkeypatch.setattr(os, "open", real)
     assert "continued" in said(ckpttool.convert(src, dst, **HOW))
     assert same(src, dst)
+
+
+def test_an_error_about_a_descriptor_names_the_destination(
+    src: Path, dst: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(fd: int, *args: Any) -> None:
+        raise OSError(errno.EIO, os.strerror(errno.EIO), fd)  # as os.stat(fd) has it
+
+    monkeypatch.setattr(os, "fsync", fail)
+    with pytest.raises(CkpttoolError, match=f"{re.escape(str(dst.parent))}.*Input/output error"):
+        ckpttool.convert(src, dst, **HOW)
 
 
 def test_a_result_that_cannot_be_read_back_is_removed(src: Path, dst: Path, monkeypatch: pytest.MonkeyPatch) -> None:
