@@ -31,7 +31,8 @@ from ..errors import (
 from ..storage import objects, urls
 from ..storage.local_file import sync_folder
 from ..storage.retries import Denied
-from ..storage.source import Source, open_source
+from ..storage.source import Source
+from ..storage.sources import open_source
 from . import ledger, sidecar
 from .archive import ENCRYPTED, SUFFIX, ArchiveFacts, read_facts
 from .retention import parse_time

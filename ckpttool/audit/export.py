@@ -28,7 +28,7 @@ from ..options import (
     split_keywords,
 )
 from ..storage import urls
-from ..storage.source import open_source
+from ..storage.sources import open_source
 from . import ledger, sidecar
 from .archive import ENCRYPTED, ArchiveFacts
 from .archive_options import ArchiveOptions

@@ -13,7 +13,7 @@ from dataclasses import replace
 
 from ..errors import CkpttoolError, Locked, UsageError
 from ..storage import objects, urls
-from ..storage.source import open_source
+from ..storage.sources import open_source
 from . import ledger, sidecar
 from .archive import ArchiveFacts
 from .archive_store import (

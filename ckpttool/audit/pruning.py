@@ -16,7 +16,8 @@ from ..errors import CkpttoolError, Corrupt, RemoteError, UsageError, argument
 from ..printable import count_noun
 from ..storage import urls
 from ..storage.retries import Denied
-from ..storage.source import Source, open_source
+from ..storage.source import Source
+from ..storage.sources import open_source
 from . import ledger, sidecar
 from .archive import ENCRYPTED, ArchiveFacts
 from .archive_store import (

@@ -13,7 +13,8 @@ from ..engine.workers.executors import WorkersSpec, serve_if_worker
 from ..errors import CkpttoolError, Corrupt, Differs, Unsafe, UsageError, argument
 from ..layouts import place
 from ..storage import urls
-from ..storage.source import Source, open_source
+from ..storage.source import Source
+from ..storage.sources import open_source
 from . import ledger, sidecar
 from .archive import ENCRYPTED
 from .archive_store import hold_disagreements

@@ -18,7 +18,8 @@ from typing import Any
 
 from ..bounded_json import parse
 from ..errors import CkpttoolError, UsageError, argument
-from ..storage.source import Source, open_source
+from ..storage.source import Source
+from ..storage.sources import open_source
 
 __all__ = ["best_of", "read_metrics"]
 

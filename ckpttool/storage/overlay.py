@@ -18,7 +18,8 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from ..errors import Corrupt
-from .source import OverlaySource, Source, open_source
+from .source import OverlaySource, Source
+from .sources import open_source
 
 __all__ = [
     "ENDLESS",

@@ -30,7 +30,6 @@ from ..errors import (
     UsageError,
     kind_of_failure,
 )
-from .urls import is_url
 
 if TYPE_CHECKING:
     from .overlay import PatchedSource
@@ -41,7 +40,6 @@ __all__ = [
     "ReadAt",
     "Source",
     "missing_resource",
-    "open_source",
     "raise_file_limit",
     "read_error",
 ]
@@ -684,17 +682,3 @@ class FileBytes:
     def prefetch(self, ranges: Iterable[tuple[int, int]]) -> None:
         """Announce ranges (offset, length) that will soon be read."""
         self.source.prefetch((self.name, offset, length) for offset, length in ranges)
-
-
-def open_source(path: str) -> Source:
-    """Return a source for a folder, by its path, or for the objects below a URL.
-
-    Raises:
-        Corrupt: there is no such folder.
-        UsageError: the URL is of no known store.
-    """
-    if not is_url(path):
-        return Source(path)
-    from .remote import RemoteSource  # at the first URL, since most checkpoints are local
-
-    return RemoteSource(path)

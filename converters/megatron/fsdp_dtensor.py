@@ -26,7 +26,8 @@ from ckpttool.index.checkpoint import Checkpoint, Chunks, Leaves, Path, TensorEn
 from ckpttool.index.names import CanonicalState, original_path
 from ckpttool.layouts import Place, ReadOptions, checkpoint_of
 from ckpttool.storage.overlay import parent_of
-from ckpttool.storage.source import Source, open_source
+from ckpttool.storage.source import Source
+from ckpttool.storage.sources import open_source
 
 from .. import dcp
 from .dist_checkpointing import locate_items

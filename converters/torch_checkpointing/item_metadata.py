@@ -33,9 +33,10 @@ from ckpttool.formats import pickles
 from ckpttool.formats.placements import PlacementCut, ShardPiece, local_pieces
 from ckpttool.storage.source import Source
 
-__all__ = ["FORMATS", "METADATA", "Item", "Placed", "read_metadata"]
+from .filenames import METADATA
 
-METADATA = "metadata.pkl"
+__all__ = ["FORMATS", "Item", "Placed", "read_metadata"]
+
 #: {type of serialization: how its file is read}
 FORMATS = {
     "TorchSerialization": "pt",

@@ -33,7 +33,7 @@ from ckpttool.index.trees import nest
 from ckpttool.layouts import WriteOptions, tree_of
 from ckpttool.storage.source import Source
 
-from .item_metadata import METADATA
+from .filenames import METADATA
 
 __all__ = ["write"]
 

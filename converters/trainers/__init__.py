@@ -62,7 +62,8 @@ from ckpttool.engine.recorded import RECORD
 from ckpttool.index.trainer_trees import TrainerTree
 from ckpttool.program import Advice, ForTrainer, Half, Program, SeenFolder, StateFile, Unfinished
 from ckpttool.storage.overlay import parent_of
-from ckpttool.storage.source import Source, open_source
+from ckpttool.storage.source import Source
+from ckpttool.storage.sources import open_source
 
 from .. import dcp
 from ..deepspeed import zero

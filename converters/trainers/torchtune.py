@@ -27,7 +27,8 @@ from ckpttool.errors import CkpttoolError
 from ckpttool.formats import torch_zip
 from ckpttool.program import Advice, ForTrainer, Half, Program, StateFile
 from ckpttool.storage.overlay import parent_of
-from ckpttool.storage.source import Source, open_source
+from ckpttool.storage.source import Source
+from ckpttool.storage.sources import open_source
 
 from .dialect import DATA, FOREIGN, Dialect, DirectoryPart
 

@@ -28,7 +28,8 @@ from ...options import DEFAULT_LAYOUT
 from ...printable import printable
 from ...program import SeenFolder
 from ...storage import urls
-from ...storage.source import Source, open_source
+from ...storage.source import Source
+from ...storage.sources import open_source
 from .unread_files import human, kind_of
 
 __all__ = [

@@ -33,7 +33,8 @@ from ...index.checkpoint import Checkpoint, Unread
 from ...printable import printable
 from ...program import Saves, StateFile
 from ...storage.overlay import parent_of
-from ...storage.source import Source, open_source
+from ...storage.source import Source
+from ...storage.sources import open_source
 
 __all__ = ["NOT_READ", "human", "kind_of", "listed", "lost", "note", "unread"]
 

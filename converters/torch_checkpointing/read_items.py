@@ -1,0 +1,454 @@
+"""The index of a folder of torch_checkpointing; the package says what is in it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from ckpttool import bounded_json
+from ckpttool.errors import Corrupt, Unsafe, Unsupported, argument
+from ckpttool.formats import safetensors_header, stored_tensors
+from ckpttool.formats.pickles import short
+from ckpttool.formats.sharded import is_sharded, local_tensor
+from ckpttool.formats.stored_tensors import Storage, StoredTensor
+from ckpttool.formats.subclasses import is_subclass, split_subclass
+from ckpttool.index import boxes
+from ckpttool.index.checkpoint import (
+    ITEMSIZE,
+    Checkpoint,
+    Chunks,
+    Path,
+    TensorEntry,
+    joined,
+    of_rank,
+    same_bytes,
+    same_value,
+)
+from ckpttool.index.composites import class_label, shape_of
+from ckpttool.index.names import ROLES, canonical
+from ckpttool.layouts import Place, ReadOptions, checkpoint_of, known_orders
+from ckpttool.storage.source import Source
+
+from ..rank_files import Files, Rank, assemble_tensor, compare_replicas, load, merge_other_state, record_other_copies
+from .filenames import FILE, METADATA
+from .item_metadata import Item, Placed, read_metadata
+
+__all__ = ["read"]
+
+_MOST_RAW, _MOST_JSON = 64 << 20, 256 << 20
+
+
+def read(where: Place, options: ReadOptions) -> Checkpoint:
+    """Return the index of a folder.
+
+    Raises:
+        Corrupt: files of ranks are missing, or they and metadata.pkl are not of one save. Unsafe: a pickle would run
+            code.
+        Unsupported: plain tensors of several ranks, of which nothing tells the part; or an object of a tensor subclass.
+    """
+    source = where.source
+    world, described = read_metadata(source) if source.exists(METADATA) else (None, {})
+    items = _find_items(source, world, described, options.only)
+    if world is None:
+        world = max((len(item.files) for item in items.values()), default=1)
+    reading = _Reading(source, world, options, Files(source))
+    source.prefetch_ends(f for item in items.values() for f, kind in item.files.values() if kind == "pt")
+    leaves: dict[Path, Any] = {}
+    for name in sorted(
+        items, key=lambda n: ("model", "optim").index(r) if (r := ROLES.get(n)) in ("model", "optim") else 2
+    ):
+        leaves |= reading.read_item(name, items[name], leaves)
+    named = canonical(
+        leaves, shape_of, options.like and options.like.optimizer, same_bytes, options.only, known_orders(options)
+    )
+    files = reading.files
+    if described:
+        files.number(METADATA)
+    out = checkpoint_of(named, "torch_checkpointing", source.root, world, files.names, source)
+    out.records, out.ranks = list(files.records.values()), reading.ranks
+    out.notes += files.notes
+    record_other_copies(files.unlike, out)
+    return out
+
+
+def _is_needed(item: str, only: frozenset[str] | None) -> bool:
+    """Return whether an item (a file per rank: "model", "optimizer", ...) must be read for the components `only`; None
+    stands for all. Weights always must, since they name the parameters of an optimizer."""
+    role = ROLES.get(item)
+    return only is None or role == "model" or (role in only if role else bool(only - {"model", "optim"}))
+
+
+def _find_items(
+    source: Source, world: int | None, described: Mapping[str, Item], only: frozenset[str] | None
+) -> dict[str, Item]:
+    """Return {name: item} of a folder, as far as asked for: those of metadata.pkl, and those that it lacks, by the
+    names of files.
+
+    Args:
+        source: the folder.
+        world: number of ranks by metadata.pkl; None where there is none.
+        described: {name: item} of metadata.pkl.
+        only: the components that are asked for; None stands for all.
+
+    Raises:
+        Corrupt: a file of a rank is missing or empty, or two files belong to one rank.
+    """
+    out = dict(described)
+    taken = {file for item in described.values() for file, _ in item.files.values()}
+    for name in sorted(set(source.list()) - taken):
+        m = FILE.fullmatch(name)
+        if m is None or m["item"] in described:
+            continue
+        kind = m["ext"] if m["ext"] in ("pt", "safetensors", "json") else "raw"
+        item = out.setdefault(m["item"], Item())
+        other = item.files.setdefault(int(m["rank"]), (name, kind))
+        if other[0] != name:
+            raise Corrupt(
+                f"{source.root}: {other[0]} and {name} both belong to rank {m['rank']}. Remove the one that is not of "
+                "this save.",
+                code="CKPT0411",
+            )
+    for name, item in list(out.items()):
+        if not _is_needed(name, only):
+            del out[name]
+            continue
+        ranks = set(item.files)
+        if {kind for _, kind in item.files.values()} == {"raw"} and ranks != set(range(world or len(ranks))):
+            del out[name]  # a file that somebody else put there
+            continue
+        for rank in range(
+            max(world or 0, *(r + 1 for r in ranks)) if ROLES.get(name) in ("model", "optim") else max(ranks) + 1
+        ):
+            file = item.files.get(rank, (f"{name}_{rank}.*", ""))[0]
+            if rank not in ranks or not source.exists(file):
+                raise Corrupt(
+                    f"{source.root} has no {file}, the file of rank {rank}. The copy is incomplete; fetch the files of "
+                    "all ranks.",
+                    code="CKPT0402",
+                )
+            if source.size(file) == 0:
+                raise Corrupt(
+                    f"{source.root}/{file} is empty: the save was interrupted. Take an earlier step.", code="CKPT0404"
+                )
+    if not out and only is None:
+        raise Corrupt(
+            f"{source.root} has {METADATA}, which lists no items, and no <item>_<rank>.pt. The copy is incomplete.",
+            code="CKPT0401",
+        )
+    return out
+
+
+@dataclass
+class _Reading:
+    source: Source
+    world: int
+    options: ReadOptions
+    files: Files
+    ranks: dict[int, int] = field(default_factory=dict)  # {number of a file: its rank}
+    _names: dict[int, dict[str, tuple[str, ...]]] = field(default_factory=dict)
+
+    def read_item(self, name: str, item: Item, taken: Mapping[Path, object]) -> dict[Path, object]:
+        """Return {path: TensorEntry or value} of an item. `taken` are the leaves of the items read before.
+
+        Raises:
+            Corrupt: files of ranks and metadata.pkl are not of one save. Unsafe: a pickle would run code.
+            Unsupported: nothing tells how ranks' plain tensors belong together, or one is an object of a tensor
+                subclass.
+        """
+        ranks = [
+            Rank(self.files.number(file), rank, self._read_tree(file, kind))
+            for rank, (file, kind) in sorted(item.files.items())
+        ]
+        self.ranks |= {r.file: r.rank for r in ranks}
+        flat = [stored_tensors.flatten_tree(r.tree) for r in ranks]
+        self._refuse_subclasses(name, ranks, flat)
+        in_one = any(kind == "safetensors" for _, kind in item.files.values())  # paths are joined by dots
+        sharded = any(is_sharded(x) for leaves in flat for x in leaves.values())
+        if not item.tensors and not sharded and ROLES.get(name) not in ("model", "optim"):
+            return merge_other_state(self.files, {name: [r._replace(tree={name: r.tree}) for r in ranks]}, taken)
+        by_text = [{self._metadata_key(item, p): (p, x) for p, x in leaves.items()} for leaves in flat]
+        out: dict[Path, object] = {}
+        for key in dict.fromkeys([*(k for leaves in by_text for k in leaves), *item.tensors]):
+            column = [(r, *leaves[key]) for r, leaves in zip(ranks, by_text, strict=True) if key in leaves]
+            path: Path = (name, *(column[0][1] if column and not in_one else key))
+            if key in item.tensors:
+                out[path] = self._assemble_listed_tensor(
+                    path, item.tensors[key], {r.rank: (r, x) for r, _, x in column}
+                )
+            elif any(is_sharded(x) for _, _, x in column):
+                out[path] = assemble_tensor(
+                    self.files, [r for r, _, _ in column], joined(path), [x for _, _, x in column]
+                )
+            elif any(isinstance(x, StoredTensor) for _, _, x in column):
+                out[path] = self._copy_of_ranks(path, [(r, x) for r, _, x in column])
+            else:
+                out |= self._value_of_ranks(path, [(r, x) for r, _, x in column])
+        return out
+
+    def _refuse_subclasses(self, item: str, ranks: list[Rank], flat: list[dict[Path, Any]]) -> None:
+        """Refuse objects of tensor subclasses, whose parts on other ranks nothing describes.
+
+        Args:
+            item: its name.
+            ranks: what each rank has of it.
+            flat: by rank, {path: leaf}.
+
+        Raises:
+            Unsupported: with the class of the first.
+        """
+        for r, leaves in zip(ranks, flat, strict=True):
+            for path, x in leaves.items():
+                inside = local_tensor(x) if is_sharded(x) else x
+                if is_subclass(inside):
+                    about, _ = split_subclass(inside, StoredTensor, self.files.path(r.file))
+                    raise Unsupported(
+                        f'{self.files.path(r.file)}: "{item}.{joined(path)}" is a {class_label(about)}, which ckpttool '
+                        "reads from dcp and full only. Save it with torch.distributed.checkpoint, or leave the item "
+                        "out.",
+                        code="CKPT0319",
+                    )
+
+    def _read_tree(self, file: str, kind: str) -> object:
+        """Return what a file holds; tensors of safetensors as those of torch. `kind` is "pt", "safetensors", "json" or
+        "raw"."""
+        what = f"{self.source.root}/{file}"
+        if kind == "pt":
+            return load(self.files, file)
+        if kind == "json":
+            return bounded_json.parse(self.source.read_all(file, _MOST_JSON), what)
+        if kind == "raw":
+            return self.source.read_all(file, _MOST_RAW)
+        return {
+            name: StoredTensor(s.dtype, s.shape, boxes.strides(s.shape), Storage(None, s.offset, s.length, None), 0)
+            for name, s in safetensors_header.slots(self.source, file).items()
+        }
+
+    def _metadata_key(self, item: Item, path: Path) -> tuple[str, ...]:
+        """Return the path of a leaf as metadata.pkl has it; files of safetensors have only the path joined by dots."""
+        key = tuple(map(str, path))
+        if key in item.tensors or not item.tensors:
+            return key
+        return self._joined_keys(item).get(".".join(key), key)
+
+    def _joined_keys(self, item: Item) -> dict[str, tuple[str, ...]]:
+        """Return {path joined by dots: path} of the tensors of an item.
+
+        Raises:
+            Unsafe: two have the same name.
+        """
+        found = self._names.get(id(item))
+        if found is None:
+            found = self._names[id(item)] = {".".join(k): k for k in item.tensors}
+            if len(found) < len(item.tensors):
+                raise Unsafe(
+                    f"{self.source.root}/{METADATA}: two tensors of an item have one name, joined by dots.",
+                    code="CKPT0703",
+                )
+        return found
+
+    def _assemble_listed_tensor(
+        self, path: Path, groups: list[Placed], found: Mapping[int, tuple[Rank, object]]
+    ) -> TensorEntry:
+        """Assemble a tensor from its ranks' parts as metadata.pkl lists them.
+
+        Args:
+            path: of the tensor, in the tree.
+            groups: what each group of ranks has, by metadata.pkl.
+            found: {number of a rank: (rank, what its file holds)}.
+
+        Raises:
+            Corrupt: files and metadata contradict. Unsupported: a placement that no checkpoint can hold.
+        """
+        name, what = joined(path), f"{self.source.root}/{METADATA}"
+        shape, dtype = groups[0].shape, groups[0].dtype
+        chunks = Chunks(len(shape))
+        seen: dict[tuple[tuple[int, ...], tuple[int, ...]], tuple[int, StoredTensor]] = {}
+        for group in groups:
+            if (group.shape, group.dtype) != (shape, dtype):
+                raise Corrupt(
+                    f'{what}: "{name}" is {dtype} {shape} on some ranks and {group.dtype} {group.shape} on others.',
+                    code="CKPT0409",
+                )
+            for rank in group.ranks:
+                try:
+                    pieces, local = group.pieces(rank)
+                except Unsupported as e:
+                    raise Unsupported(
+                        f'{what}: "{name}" has {e}, which a checkpoint cannot hold.', code="CKPT0319"
+                    ) from None
+                except (KeyError, TypeError, ValueError, IndexError) as e:
+                    raise Corrupt(
+                        f'{what}: what it says of "{name}" on rank {rank} does not hold together ({e}).',
+                        code="CKPT0406",
+                    ) from None
+                if rank not in found:
+                    if any(all(p.shape) for p in pieces):
+                        raise Corrupt(
+                            f'{self.source.root}: the file of rank {rank} has no "{name}", which {METADATA} lists. '
+                            "They are from different saves.",
+                            code="CKPT0409",
+                        )
+                    continue
+                r, x = found[rank]
+                tensor = self._local_part(name, r, x, shape, [p.start for p in pieces if all(p.shape)])
+                if tensor.dtype != dtype or (
+                    local is not None and tensor.shape != local and any(all(p.shape) for p in pieces)
+                ):
+                    raise Corrupt(
+                        f'{self.files.path(r.file)}: "{name}" is {tensor.dtype} {tensor.shape} there, and {METADATA} '
+                        f"leaves this rank {dtype} {local} of {shape}. The file and its metadata are from different "
+                        "saves.",
+                        code="CKPT0409",
+                    )
+                for piece in pieces:
+                    self._add_box(chunks, seen, name, r, tensor, piece)
+        if not shape and not seen:
+            raise Corrupt(f'{self.source.root}: no rank has "{name}".', code="CKPT0408")
+        why = boxes.find_cover_problem(shape, chunks.boxes())
+        if why is not None:
+            raise Corrupt(
+                f'{self.source.root}: "{name}" {shape}: {why}. Files of ranks are missing or from other saves.',
+                code="CKPT0408",
+            )
+        return TensorEntry(dtype, shape, path, chunks)
+
+    def _local_part(
+        self, name: str, r: Rank, x: Any, shape: tuple[int, ...], starts: list[tuple[int, ...]]
+    ) -> StoredTensor:
+        """Return a rank's own tensor: plain, or inside a DTensor, which must be of the same whole and have its boxes in
+        the same places.
+
+        Args:
+            name: of the tensor, for messages.
+            r: the rank.
+            x: what its file holds.
+            shape: of the whole tensor, by metadata.pkl.
+            starts: where the rank's boxes begin in the whole, by metadata.pkl.
+
+        Raises:
+            Corrupt: file and metadata contradict.
+        """
+        if is_sharded(x):
+            stated = self.files.shards(r.file, name, x)
+            if stated.shape != shape or (stated.rank is not None and stated.rank != r.rank):
+                raise Corrupt(
+                    f'{self.files.path(r.file)}: "{name}" is of rank {stated.rank} and of shape {stated.shape}; '
+                    f"{METADATA} says {r.rank} and {shape}. Files of ranks were exchanged, or are from different "
+                    "saves.",
+                    code="CKPT0410",
+                )
+            if [start for start, _ in stated.pieces] != starts:
+                raise Corrupt(
+                    f'{self.files.path(r.file)}: "{name}" begins at {[list(s) for s, _ in stated.pieces]} there, and '
+                    f"{METADATA} says {[list(s) for s in starts]}. The file and its metadata are from different saves.",
+                    code="CKPT0409",
+                )
+            x = local_tensor(x)
+        if not isinstance(x, StoredTensor):
+            raise Corrupt(
+                f'{self.files.path(r.file)}: "{name}" is {short(x)} there, and {METADATA} says that it is a tensor.',
+                code="CKPT0412",
+            )
+        return x
+
+    def _add_box(self, chunks: Chunks, seen: Any, name: str, r: Rank, tensor: StoredTensor, piece: Any) -> None:
+        """Add a box of a local tensor to `chunks`, unless another rank has the same one, with whose bytes it is
+        compared.
+
+        Args:
+            chunks: those of the whole tensor so far.
+            seen: {(start, shape) of a box: (number of a file, the tensor in it)} so far.
+            name: of the tensor, for messages.
+            r: the rank.
+            tensor: its local tensor.
+            piece: where the box is, in the local tensor and in the whole.
+
+        Raises:
+            Corrupt: the box is not in the tensor.
+        """
+        if len(piece.local) != len(tensor.shape) or any(
+            a + n > m for a, n, m in zip(piece.local, piece.shape, tensor.shape, strict=True)
+        ):
+            raise Corrupt(
+                f'{self.files.path(r.file)}: "{name}" is {tensor.shape} there, and {METADATA} has a box at '
+                f"{piece.local} of {piece.shape}.",
+                code="CKPT0412",
+            )
+        at = tensor.at + ITEMSIZE[tensor.dtype] * sum(a * s for a, s in zip(piece.local, tensor.strides, strict=True))
+        part = tensor._replace(shape=piece.shape, at=at)
+        first = seen.setdefault((piece.start, piece.shape), (r.file, part))
+        if first != (r.file, part):
+            compare_replicas(self.files, name, first, (r.file, part))
+            return
+        self.files.keep(r.file, tensor)
+        chunks.add(piece.start, piece.shape, r.file, *part.extent, None if part.contiguous else part.strides)
+
+    def _copy_of_ranks(self, path: Path, column: list[tuple[Rank, StoredTensor]]) -> TensorEntry:
+        """Return a plain tensor of an item that metadata.pkl does not have: one rank's, or the same on all. `column` is
+        what each rank has there.
+
+        Raises:
+            Corrupt: some ranks have something else. Unsupported: ranks have different ones, and `allow_equal_ranks` is
+                not set.
+        """
+        name = joined(path)
+        (r, first), *others = column
+        if not isinstance(first, StoredTensor):
+            raise Corrupt(
+                f'{self.files.path(r.file)}: "{name}" is {short(first)} there, and a tensor on other ranks.',
+                code="CKPT0412",
+            )
+        whole = first.storage.length == first.span
+        for other, x in others:
+            same = (
+                isinstance(x, StoredTensor)
+                and (x.dtype, x.shape) == (first.dtype, first.shape)
+                and first.storage.crc32 is not None
+            )
+            if not (same and whole and x.storage.crc32 == first.storage.crc32) and not self.options.allow_equal_ranks:
+                raise Unsupported(
+                    f'{self.files.path(other.file)}: "{name}" is a plain tensor that differs from that of rank '
+                    f"{r.rank}, and no {METADATA} says whether they are copies or parts: the item was saved without a "
+                    f"resharder. If they are copies, use {argument('allow_equal_ranks', True)}: those of the first "
+                    "rank are taken.",
+                    code="CKPT0325",
+                )
+        return self.files.entry(r.file, first)
+
+    def _value_of_ranks(self, path: Path, column: list[tuple[Rank, object]]) -> dict[Path, object]:
+        """Return {path: value}: once where all ranks have the same, else that of the first and the others' by rank.
+        `column` is what each rank has there.
+
+        Raises:
+            Unsupported: a DTensor is inside a tuple.
+        """
+        data = []
+        for r, x in column:
+            if any(is_sharded(y) for y in _walk(x)):
+                raise Unsupported(
+                    f'{self.files.path(r.file)}: "{joined(path)}" holds a DTensor inside a tuple, which has no name of '
+                    "its own.",
+                    code="CKPT0319",
+                )
+            data.append((r.rank, stored_tensors.inline_tensors(x, self.files.reader(r.file), self.files.path(r.file))))
+        out = {path: data[0][1]}
+        differ = [(rank, x) for rank, x in data[1:] if not same_value(x, data[0][1])]
+        if differ:
+            self.files.notes.append(
+                f"ranks differ in {joined(path)}: the first rank's is kept under its name, the others' as "
+                "extra.per_rank.<rank>"
+            )
+        return out | {of_rank(rank, path): x for rank, x in differ}
+
+
+def _walk(x: object) -> list[object]:
+    """List everything in a value, itself included."""
+    todo, out = [x], []
+    while todo:
+        out.append(y := todo.pop())
+        if isinstance(y, dict):
+            todo += y.values()
+        elif isinstance(y, (list, tuple)) and not isinstance(y, (StoredTensor, stored_tensors.Inline)):
+            todo += y
+    return out
