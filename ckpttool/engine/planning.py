@@ -4,6 +4,7 @@ written."""
 from __future__ import annotations
 
 import fnmatch
+import glob
 import os
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -67,6 +68,7 @@ from .transform.changing import change_tensors
 from .transform.dequantizing import dequantize
 from .transform.editing import reset_state, set_values
 from .transform.quantizing import quantize, refuse_scheme
+from .transform.remainders import describe_remainders, find_remainders, weights_with_remainders
 from .transform.vocabulary_size import resize_vocabulary
 
 __all__ = ["Plan", "choose_dtype", "open_model", "plan", "plan_conversion", "read_map"]
@@ -217,7 +219,7 @@ def plan_conversion(
             account.add_step(how, before, after)
         if reading.fill_from is not None:
             opened = _fill_lost(opened, reading, account)  # it opens another checkpoint, which is closed with this one
-        opened = _change_state(opened, writing, model.config, account, to_hub=target.name == HUB_LAYOUT)
+        opened = _change_state(opened, writing, model.config, account, target)
         prepared = _prepare_for_layout(opened, target, dst, writing, model, account)
         opened = prepared.opened
         # the draft, which must account for every entry
@@ -256,7 +258,7 @@ def open_model(src: CheckpointPath, reading: OpenOptions, writing: WriteRequest)
     opened = _open_source(src, reading, model, lambda part: part == "model")
     try:
         opened.locate()
-        opened = _change_state(opened, writing, model.config, Account(), to_hub=True)
+        opened = _change_state(opened, writing, model.config, Account(), hub)
         found = opened.checkpoint
         options = layouts.WriteOptions(config=model.config, own=writing.options)
         ckpt = hub.prepare(replace(found, tensors=dict(found.tensors)), opened.source, options)
@@ -355,7 +357,9 @@ def _prepare_for_layout(
     _check_optimizer(ckpt, target, writing.drop)
     ckpt.notes += describe_unwrapped(ckpt.tensors.values())
     refuse_surrogates(ckpt.tensors)  # every record lists them by name
-    cast = choose_dtype(writing.dtype, writing.cast or {}, parts, codes)
+    halves = weights_with_remainders(ckpt) if not holds or holds & {"optim", "extra"} else frozenset()
+    ckpt.notes += describe_remainders(find_remainders(ckpt)) if halves else []
+    cast = choose_dtype(writing.dtype, writing.cast or {}, parts, codes, halves)
     return _Prepared(opened, replace(options, cast=cast), codes, unplaced)
 
 
@@ -486,14 +490,14 @@ def _fill_lost(opened: OpenCheckpoint, reading: OpenOptions, account: Account) -
 
 
 def _change_state(
-    opened: OpenCheckpoint, writing: WriteRequest, config: str | None, account: Account, *, to_hub: bool
+    opened: OpenCheckpoint, writing: WriteRequest, config: str | None, account: Account, target: layouts.Layout
 ) -> OpenCheckpoint:
     """Rewrite a state as it was asked for, whatever the layout: dequantised, with canonical keys, under other names,
     with another vocabulary size; the account gets that.
 
     Args:
         config: folder or id of a Hugging Face model; None where none was given.
-        to_hub: whether the target is a folder for the Hub.
+        target: the layout that the state is for.
 
     Raises:
         Corrupt: it is not what was recorded.
@@ -506,14 +510,16 @@ def _change_state(
     else:
         ckpt = replace(ckpt, recorded={**ckpt.recorded, **writing.expected})
     ckpt = _edit_state(ckpt, writing, account)
-    inputs = opened.inputs
-    if writing.dequantize:
+    inputs, to_hub = opened.inputs, target.name == HUB_LAYOUT
+    # an engine that has masters for its weights needs those that are stored as remainders of weights
+    halves = map(glob.escape, find_remainders(ckpt)) if target.masters_are_weights else ()
+    if patterns := [*(writing.dequantize or ()), *halves]:
         beside = source if opened.folder else None
         stating = ckpt if config is None else replace(ckpt, config=read_model_files(config)[0])
         codes = encodings.find_in_checkpoint(ckpt, encodings.read_quantization_config(stating, beside))
         choose, dtype = choose_dtype(writing.dtype, writing.cast or {}), encodings.read_model_dtype(stating, beside)
         here = replace(opened, checkpoint=ckpt)
-        plain, computed, lost = dequantize(here, writing.dequantize, codes, choose, dtype)
+        plain, computed, lost = dequantize(here, patterns, codes, choose, dtype)
         plain = opened.layout.name_in_memory(plain)
         inside = {n: t for n, t in ckpt.tensors.items() if n in ckpt.recorded and n not in plain.recorded}
         inputs = (*inputs, replace(opened, checkpoint=replace(ckpt, tensors=inside)))
@@ -884,6 +890,7 @@ def choose_dtype(
     cast: Mapping[str, str],
     inside: Mapping[str, str] = MappingProxyType({}),
     codes: Encodings = Encodings(),  # noqa: B008
+    halves: frozenset[str] = frozenset(),
 ) -> layouts.Cast:
     """Return a function of the name and the stored dtype of a tensor, which chooses its dtype in the destination.
 
@@ -892,6 +899,7 @@ def choose_dtype(
         cast: {pattern of names: dtype}; of several that match, the last one counts.
         inside: {tensor: the object of a subclass that is made of it}; those stay as they are.
         codes: weights that are codes; they and their scales stay as they are.
+        halves: weights whose masters are stored as remainders of them.
 
     Raises:
         UsageError: a dtype is no floating-point one.
@@ -924,6 +932,13 @@ def choose_dtype(
         for pattern, to in rules:
             if fnmatch.fnmatchcase(name, pattern):
                 out = to
+        if out != stored and name in halves:
+            raise Unsupported(
+                f'"{name}" in {out}: its fp32 master is stored as the int16 remainder of the bf16 weight '
+                f"(store_param_remainders), and would be lost. Add {argument('dequantize', ['*master*'])}, which "
+                "joins both first, or cast other tensors.",
+                code="CKPT0318",
+            )
         if out != stored and stored in PACKED:
             raise Unsupported(
                 f'{argument("cast")} and {argument("dtype")}: "{name}" is {stored}, {PACKED[stored]} numbers in '

@@ -237,6 +237,7 @@ LAYOUTS = (
         options=UniversalOptions,
         aliases=("deepspeed-universal", "ucp"),
         needs_named_optimizer=True,
+        masters_are_weights=True,
         reader_uses=("tag",),
         writer_uses=("like",),
         saves=ds.SAVES,

@@ -15,6 +15,7 @@ from typing import Any
 
 from ckpttool.engine.conservation import list_changed_values
 from ckpttool.engine.copy.stream import small
+from ckpttool.engine.transform.remainders import name_masters
 from ckpttool.errors import Unsupported, argument
 from ckpttool.formats import torch_pickles
 from ckpttool.formats.pickles import short
@@ -52,7 +53,9 @@ _NO_PLACE = "Megatron-Core has no place for such a tensor"
 
 def prepare(ckpt: Checkpoint, source: Source, options: WriteOptions) -> Checkpoint:
     """Return the same state with the step of every parameter as a number instead of a tensor, since Megatron-Core keeps
-    it with the hyperparameters. If a step is not of a dtype of numbers, the state stays as it is."""
+    it with the hyperparameters, and with masters under extra.master. If a step is not of a dtype of numbers, the steps
+    stay as they are."""
+    ckpt = name_masters(ckpt)
     steps = [
         n
         for n, t in ckpt.tensors.items()

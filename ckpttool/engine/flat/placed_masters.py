@@ -3,7 +3,7 @@ FSDP1).
 
     model.w bfloat16, extra.master.w float32     ->     model.w float32, `rounded` bfloat16
 
-Megatron-Core and nanotron save both. The engine gets the masters, and the weights follow from them by rounding, bit for
+Megatron-Core and nanotron save both, and so does TransformerEngine's FusedAdam, as optim.state.w.master_param. The engine gets the masters, and the weights follow from them by rounding, bit for
 bit: that is proved here, reading both. So nothing is lost where only the masters are written.
 """
 
@@ -16,6 +16,7 @@ from ...index.checkpoint import Checkpoint, joined, tied_weights
 from ...storage.source import Source
 from ..copy.fill import silent
 from ..transform import masters
+from ..transform.remainders import name_masters
 
 __all__ = ["with_masters_as_weights"]
 
@@ -29,6 +30,7 @@ def with_masters_as_weights(ckpt: Checkpoint, source: Source) -> Checkpoint:
     Raises:
         Unsupported: a master does not round to its weight.
     """
+    ckpt = name_masters(ckpt)
     paths = [t.path for t in ckpt.tensors.values()] + [v.path for v in ckpt.values.values()]
     trained = {str(p[2]) for p in paths if p[:2] == ("optim", "state") and len(p) > 2}
     model = {t.local_name: t for t in ckpt.tensors.values() if t.component == "model"}

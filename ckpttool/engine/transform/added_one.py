@@ -14,7 +14,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from ...errors import Unsupported
+from ...errors import Unsupported, argument
 from ...index.checkpoint import FLOATING, ITEMSIZE, Checkpoint, Chunks, TensorEntry, joined
 from ...storage.source import Source
 from ..copy.dtypes import numpy_dtype
@@ -58,6 +58,12 @@ def add_one_to_norms(
             f'"{odd}" is {weights[odd].dtype}, to which no 1 can be added. Dequantise it first.', code="CKPT0318"
         )
     masters = {n: m for n in weights if (m := tensors.get(joined(("extra", "master", n)))) is not None}
+    if odd := next((n for n, m in masters.items() if m.dtype not in FLOATING), None):
+        raise Unsupported(
+            f'"{odd}" has a master that is {masters[odd].dtype}, a remainder of the weight, to which no 1 can be added. '
+            f"{argument('dequantize', ['*master*'])} joins both first.",
+            code="CKPT0318",
+        )
     every = [*weights.values(), *masters.values()]
     named = {joined(t.path): t for t in every}
     data = small(replace(ckpt, tensors=named), source, named)

@@ -2,6 +2,7 @@
 
     optim.state.w.exp_avg.codes, .scale, .qmap, .__class__     ->     optim.state.w.exp_avg, float32
     model.w, model.w_scale_inv                                 ->     model.w, bfloat16 (decoding_weights.py)
+    model.w bfloat16, optim.state.w.master_param int16         ->     the latter float32 (remainders.py)
 
 The numbers of torchao's optimizers are those of its own `dequantize()`, bit for bit: one multiplication in
 float32 for each element. They are computed when they are read, a part of the source at a time: one rank's part of a
@@ -38,6 +39,7 @@ from ..computed_files import ComputedFiles
 from ..copy.dtypes import numpy_dtype
 from ..copy.stream import small
 from .decoding_weights import decode_weights, list_weight_names
+from .remainders import add_joined_masters, find_remainders
 
 if TYPE_CHECKING:
     from ..copy.dtypes import Array
@@ -76,9 +78,9 @@ def dequantize(
     """
     ckpt, source = opened.checkpoint, opened.source
     # which tensors: every pattern must name one
-    wanted, objects = list(patterns), composites(ckpt)
+    wanted, objects, halves = list(patterns), composites(ckpt), find_remainders(ckpt)
     weights = {codes: list_weight_names(codes, w) for codes, w in found.weights.items()}
-    _refuse_patterns(wanted, objects, weights, found)
+    _refuse_patterns(wanted, [*objects, *halves], weights, found)
     chosen = {n: c for n, c in objects.items() if any(fnmatch.fnmatchcase(n, pattern) for pattern in wanted)}
     codes = [n for n, names in weights.items() if any(fnmatch.filter(names, pattern) for pattern in wanted)]
     of_torchao = {n: weight for n, c in chosen.items() if (weight := _describe_object(n, c)) is not None}
@@ -91,6 +93,8 @@ def dequantize(
         ckpt, lost = decode_weights(opened, every, [*codes, *more], choose, dtype, files)
     if of_state := {n: c for n, c in chosen.items() if n not in of_torchao}:
         ckpt = _dequantize_objects(ckpt, source, of_state, files)
+    if masters := {n: w for n, w in halves.items() if any(fnmatch.fnmatchcase(n, pattern) for pattern in wanted)}:
+        ckpt = add_joined_masters(ckpt, source, masters, files)
     before, marks = opened.checkpoint, {joined((*c.path, MARK)) for c in chosen.values()}
     recorded = {n: d for n, d in before.recorded.items() if ckpt.tensors.get(n) is before.tensors[n]}
     values = {n: v for n, v in ckpt.values.items() if n not in marks}
@@ -120,12 +124,12 @@ def _describe_object(name: str, found: Composite) -> Encoded | None:
 
 
 def _refuse_patterns(
-    wanted: Iterable[str], objects: Mapping[str, Composite], weights: Mapping[str, list[str]], found: Encodings
+    wanted: Iterable[str], objects: Iterable[str], weights: Mapping[str, list[str]], found: Encodings
 ) -> None:
     """Refuse patterns that name no quantised tensor, or what belongs to no whole encoding.
 
     Args:
-        objects: {name: tensor of torchao}.
+        objects: names of tensor subclasses, and of masters that are stored as remainders.
         weights: {codes: names by which a pattern finds them}.
         found: the encoded weights.
 

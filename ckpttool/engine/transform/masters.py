@@ -1,7 +1,8 @@
 """fp32 masters beside the weights that a model computes with: each rounds to its weight, bit for bit, and is equal to
 one in float32.
 
-Trainers with masters update them and round the result into the weights (`Tensor.copy_`), so the two differ only where
+Trainers with masters update them and round the result into the weights (`Tensor.copy_`; TransformerEngine's kernel for
+remainders rounds halfway numbers away from zero instead of to even), so the two differ only where
 they are of different steps, or where the save itself went wrong (Megatron-Core's `fully_reshardable` with tied
 embeddings and pipeline parallelism). Megatron-Core and nanotron load both again; of DeepSpeed's, the index has the
 masters as the weights, and what its engine computes with in `Checkpoint.rounded`. Trainers that round at random
@@ -231,11 +232,14 @@ def _compare_piece(wide: memoryview, low: memoryview, dtype: str) -> MasterDiffe
     wrong = r.view(bits) != w.view(bits)
     if not wrong.any():
         return None
-    # no difference: two NaNs; a zero for a number that fast kernels flush; what rounds through another half
+    # no difference: two NaNs; a zero for a number that fast kernels flush; a number halfway that is rounded away from
+    # zero; what rounds through another half
     with np.errstate(all="ignore"):
         a, b = r.astype("f4"), w.astype("f4")
         wrong &= ~(np.isnan(a) & np.isnan(b))
         wrong &= ~((b == 0) & (np.abs(f) < _LEAST_NORMAL))
+    if dtype == "bfloat16":
+        wrong &= ((f.view("u4") + 0x8000) >> 16).astype("u2") != w.view("u2")
     for other in _HALF:
         if other != dtype:
             wrong &= _round(_round(f, "float32", other), other, dtype).view(bits) != w.view(bits)

@@ -1,0 +1,136 @@
+"""Masters of TransformerEngine's FusedAdam that are stored as remainders (`store_param_remainders`): the bf16 weight has
+the upper half of an fp32 number, and an int16 tensor beside it the lower half.
+
+    model.w bfloat16, optim.state.w.master_param int16     ->     optim.state.w.master_param float32, exact
+
+The weight is the master rounded to the nearest bf16, and away from zero if it lies halfway: where the lower half, read
+as a signed number, is negative, one was added to the upper half, which wraps around. So any pair is a master, and
+nothing but the file's own CRC32s tells whether the two are of one step. Megatron-Core's precision-aware optimizer saves
+the same tensors as `param` or `fp32_param`, which are extra.master here.
+
+Source: TransformerEngine 2.20, common/multi_tensor/adam.cu (AdamFunctorMasterParamRemainder),
+pytorch/optimizers/fused_adam.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from ...errors import argument
+from ...index.checkpoint import Checkpoint, Chunks, TensorEntry, joined
+from ..computed_files import BoxReader, ComputedFiles, choose_page
+
+if TYPE_CHECKING:
+    from ...storage.source import Source
+    from ..copy.dtypes import Array
+
+__all__ = [
+    "add_joined_masters",
+    "describe_remainders",
+    "find_remainders",
+    "join_halves",
+    "name_masters",
+    "weights_with_remainders",
+]
+
+#: What FusedAdam calls the master among a parameter's state.
+_SLOT = "master_param"
+
+
+def find_remainders(ckpt: Checkpoint) -> dict[str, TensorEntry]:
+    """Find the masters that are stored as remainders: {name of the remainder: the bf16 weight that it belongs to}. An
+    int16 tensor whose weight is not in the checkpoint, or is not bf16 of the same shape, is none."""
+    out = {}
+    for name, t in ckpt.tensors.items():
+        of = _weight_of(t)
+        weight = ckpt.tensors.get(of) if of is not None and t.dtype == "int16" else None
+        if weight is not None and weight.dtype == "bfloat16" and weight.shape == t.shape:
+            out[name] = weight
+    return out
+
+
+def weights_with_remainders(ckpt: Checkpoint) -> frozenset[str]:
+    """Return the names of the weights whose masters are stored as remainders."""
+    return frozenset(joined(weight.path) for weight in find_remainders(ckpt).values())
+
+
+def _weight_of(t: TensorEntry) -> str | None:
+    """Return the name of the weight that a tensor would be the master of, by its path; None if it is none."""
+    if t.path[:2] == ("extra", "master"):
+        return joined(("model", *t.path[2:]))
+    if t.path[:2] == ("optim", "state") and len(t.path) == 4 and t.path[3] == _SLOT:
+        return joined(("model", t.path[2]))
+    return None
+
+
+def describe_remainders(found: Iterable[str]) -> list[str]:
+    """Return a sentence on masters that stay remainders; none where there are no such. `found` is their names."""
+    names = list(found)
+    return names and [
+        f'{len(names):,} fp32 masters, first "{names[0]}", stay as they are stored: int16 remainders of the bf16 weights '
+        "(store_param_remainders of TransformerEngine), which only a job with the same setting reads; "
+        f"{argument('dequantize', ['*master*'])} joins weight and remainder into the exact fp32 number"
+    ]
+
+
+def join_halves(weight: Array, remainder: Array) -> Array:
+    """Return the fp32 masters of bf16 weights and their int16 remainders, exactly; all three are of equal lengths, and
+    `weight` is bf16 numbers in any dtype of two bytes."""
+    low = remainder.view("u2")
+    return ((weight.view("u2") - (low >> 15)).astype("u4") << 16 | low).view("f4")
+
+
+def add_joined_masters(
+    ckpt: Checkpoint, source: Source, chosen: Mapping[str, TensorEntry], files: ComputedFiles
+) -> Checkpoint:
+    """Put float32 masters in the place of remainders; they are computed when they are read. Returns the index.
+
+    Args:
+        ckpt: the index, located.
+        source: its files.
+        chosen: {remainder: its weight}.
+        files: gets those that are computed.
+    """
+    reader, tensors = BoxReader(ckpt, source), dict(ckpt.tensors)
+    for name, weight in chosen.items():
+        t = ckpt.tensors[name]
+        compute = _make_joiner(reader, weight, t)
+        place = files.add(f"{name} (joined with its weight)", "float32", t.shape, compute, choose_page([t, weight]))
+        tensors[name] = TensorEntry("float32", t.shape, t.path, Chunks.whole(t.shape, *place))
+    files.working_bytes += reader.working_bytes
+    note = (
+        f"{len(chosen):,} fp32 masters, first \"{next(iter(chosen))}\", are joined from bf16 weights and int16 "
+        "remainders, exactly; any two fit together, so nothing proves that both are of the same step"
+    )
+    return replace(ckpt, tensors=tensors, notes=[*ckpt.notes, note])
+
+
+def _make_joiner(reader: BoxReader, weight: TensorEntry, remainder: TensorEntry) -> Callable[[int, int], Array]:
+    """Return a function that reads elements [first, end) of a weight and its remainder, and joins them."""
+
+    def join_range(first: int, end: int) -> Array:
+        """Read both, and join them."""
+        return join_halves(reader.read_range(weight, first, end), reader.read_range(remainder, first, end))
+
+    return join_range
+
+
+def name_masters(ckpt: Checkpoint) -> Checkpoint:
+    """Return the same state with the masters that FusedAdam keeps among a parameter's state (`master_param`, of its
+    weight's shape) under extra.master, where layouts look that keep masters elsewhere."""
+    tensors = {}
+    for name, t in ckpt.tensors.items():
+        of = _weight_of(t)
+        weight = ckpt.tensors.get(of) if of is not None and t.path[0] == "optim" else None
+        path = ("extra", "master", t.path[2]) if weight is not None and weight.shape == t.shape else t.path
+        there = name if path == t.path or joined(path) in ckpt.tensors else joined(path)
+        tensors[there] = t if there == name else replace(t, path=path)
+    if tensors.keys() == ckpt.tensors.keys():
+        return ckpt
+    recorded = {**ckpt.recorded}
+    for name in ckpt.tensors.keys() - tensors.keys():
+        if name in recorded:
+            recorded[joined(("extra", "master", ckpt.tensors[name].path[2]))] = recorded.pop(name)
+    return replace(ckpt, tensors=tensors, recorded=recorded)
