@@ -465,6 +465,8 @@ class Checkpoint:
     #: {name of a weight: what the model computes with}, where `tensors` has the fp32 master as the weight; nothing
     #: carries it
     rounded: dict[str, TensorEntry] = field(default_factory=dict)
+    #: masters in float32 whose numbers are int16 remainders of bf16 weights, as Megatron-Core gathers them
+    numeric_remainders: frozenset[str] = frozenset()
     #: the parameters as the optimizer of the source numbers them, where that is known though `origin` does not say so
     numbered: tuple[str, ...] = ()
     #: {path below extra.args: data}: the arguments of the job, where they were left out of `values` with their

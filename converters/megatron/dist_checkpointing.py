@@ -133,6 +133,9 @@ class DistCheckpointing:
 
             named, notes = resolve_bucket_names(replace(whole, records=out.records), source)
             replace_unnamed_optimizer(out, named, notes, asked)
+        from ckpttool.engine.transform.masters import find_numeric_remainders
+
+        out.numeric_remainders = find_numeric_remainders(out, source)
         return out
 
 

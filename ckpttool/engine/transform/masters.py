@@ -8,6 +8,7 @@ embeddings and pipeline parallelism). Megatron-Core and nanotron load both again
 masters as the weights, and what its engine computes with in `Checkpoint.rounded`. Trainers that round at random
 (torchao's bf16_stochastic_round) keep no masters.
 
+    find_numeric_remainders(...)  float32 tensors in the place of masters that are no masters (remainders.py)
     find_differing_masters(...)   all elements of all pairs, reading both
     refuse_other_masters(...)     a sample of every pair, before anything else is read
 """
@@ -28,13 +29,20 @@ from ...storage.buffers import DEFAULT_BUDGET, IOBudget
 from ...storage.source import Source
 from ..copy.dtypes import cast, numpy_dtype
 from ..copy.fill import Progress
-from ..copy.stream import Reader, StreamJob, side_by_side
+from ..copy.stream import Reader, StreamJob, side_by_side, small
 from ..handle import cut_chunks
 
 if TYPE_CHECKING:
     from ..copy.dtypes import Array
 
-__all__ = ["describe_differences", "find_differing_masters", "master_pairs", "refuse_other_masters", "where_element"]
+__all__ = [
+    "describe_differences",
+    "find_differing_masters",
+    "find_numeric_remainders",
+    "master_pairs",
+    "refuse_other_masters",
+    "where_element",
+]
 
 _RANK_FILE = re.compile(r"(?:.*/)?__(\d+)_\d+\.distcp")
 _HALF = ("bfloat16", "float16")
@@ -64,7 +72,7 @@ def master_pairs(ckpt: Checkpoint) -> dict[str, _Pair]:
     training goes on from."""
     out = {}
     for name, t in ckpt.tensors.items():
-        if t.path[:2] == ("extra", "master"):
+        if t.path[:2] == ("extra", "master") and name not in ckpt.numeric_remainders:
             of = joined(("model", *t.path[2:]))
             if (weight := ckpt.tensors.get(of)) is not None:
                 out[of] = (t, weight)
@@ -119,6 +127,31 @@ def refuse_other_masters(ckpt: Checkpoint, source: Source) -> None:
             f"{argument('allow_mixed_steps', True)}.",
             code="CKPT0415",
         )
+
+
+def find_numeric_remainders(ckpt: Checkpoint, source: Source) -> frozenset[str]:
+    """Find the masters in float32 whose numbers are int16 remainders of the weights, by a sample of each: all of them
+    are whole numbers of 16 bits, and some do not round to their weights. So Megatron-Core writes remainders where it
+    gathers the state of ranks. The first number with a fraction ends the search.
+
+    Args:
+        ckpt: the index, located.
+    """
+    import numpy as np
+
+    found, other = set[str](), False
+    for master, weight in master_pairs(ckpt).values():
+        if weight.dtype != "bfloat16":
+            continue
+        box = _sample_boxes(master.shape, 1)[0]
+        both = {"master": _cut(master, box), "weight": _cut(weight, box)}
+        data = small(replace(ckpt, tensors=both), source, both)
+        numbers = np.frombuffer(data["master"], "<f4")
+        if not ((numbers >= -(1 << 15)) & (numbers < 1 << 15) & (numbers == np.trunc(numbers))).all():
+            return frozenset()
+        found.add(joined(master.path))
+        other |= _compare_piece(memoryview(data["master"]), memoryview(data["weight"]), weight.dtype) is not None
+    return frozenset(found) if other else frozenset()
 
 
 def _sample_boxes(shape: tuple[int, ...], most: int) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:

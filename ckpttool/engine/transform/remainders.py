@@ -6,10 +6,12 @@ the upper half of an fp32 number, and an int16 tensor beside it the lower half.
 The weight is the master rounded to the nearest bf16, and away from zero if it lies halfway: where the lower half, read
 as a signed number, is negative, one was added to the upper half, which wraps around. So any pair is a master, and
 nothing but the file's own CRC32s tells whether the two are of one step. Megatron-Core's precision-aware optimizer saves
-the same tensors as `param` or `fp32_param`, which are extra.master here.
+the same tensors as `param` or `fp32_param`, which are extra.master here; in fully_reshardable it gathers them in
+buffers of float32, so that the file has the remainders as numbers (`Checkpoint.numeric_remainders`), which no job loads
+again.
 
-Source: TransformerEngine 2.20, common/multi_tensor/adam.cu (AdamFunctorMasterParamRemainder),
-pytorch/optimizers/fused_adam.py.
+Sources: TransformerEngine 2.20, common/multi_tensor/adam.cu (AdamFunctorMasterParamRemainder),
+pytorch/optimizers/fused_adam.py; megatron-core 0.16.1, optimizer/distrib_optimizer.py (get_parameter_state_dp_zero).
 """
 
 from __future__ import annotations
@@ -18,7 +20,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from ...errors import argument
+from ...errors import Corrupt, argument
 from ...index.checkpoint import Checkpoint, Chunks, TensorEntry, joined
 from ..computed_files import BoxReader, ComputedFiles, choose_page
 
@@ -44,8 +46,8 @@ def find_remainders(ckpt: Checkpoint) -> dict[str, TensorEntry]:
     int16 tensor whose weight is not in the checkpoint, or is not bf16 of the same shape, is none."""
     out = {}
     for name, t in ckpt.tensors.items():
-        of = _weight_of(t)
-        weight = ckpt.tensors.get(of) if of is not None and t.dtype == "int16" else None
+        of = _weight_of(t) if t.dtype == "int16" or name in ckpt.numeric_remainders else None
+        weight = ckpt.tensors.get(of) if of is not None else None
         if weight is not None and weight.dtype == "bfloat16" and weight.shape == t.shape:
             out[name] = weight
     return out
@@ -96,7 +98,7 @@ def add_joined_masters(
     reader, tensors = BoxReader(ckpt, source), dict(ckpt.tensors)
     for name, weight in chosen.items():
         t = ckpt.tensors[name]
-        compute = _make_joiner(reader, weight, t)
+        compute = _make_joiner(reader, weight, t, name)
         place = files.add(f"{name} (joined with its weight)", "float32", t.shape, compute, choose_page([t, weight]))
         tensors[name] = TensorEntry("float32", t.shape, t.path, Chunks.whole(t.shape, *place))
     files.working_bytes += reader.working_bytes
@@ -104,15 +106,36 @@ def add_joined_masters(
         f"{len(chosen):,} fp32 masters, first \"{next(iter(chosen))}\", are joined from bf16 weights and int16 "
         "remainders, exactly; any two fit together, so nothing proves that both are of the same step"
     )
-    return replace(ckpt, tensors=tensors, notes=[*ckpt.notes, note])
+    left = ckpt.numeric_remainders - chosen.keys()
+    return replace(ckpt, tensors=tensors, notes=[*ckpt.notes, note], numeric_remainders=left)
 
 
-def _make_joiner(reader: BoxReader, weight: TensorEntry, remainder: TensorEntry) -> Callable[[int, int], Array]:
-    """Return a function that reads elements [first, end) of a weight and its remainder, and joins them."""
+def _make_joiner(
+    reader: BoxReader, weight: TensorEntry, remainder: TensorEntry, name: str
+) -> Callable[[int, int], Array]:
+    """Return a function that reads elements [first, end) of a weight and its remainder, whose name is `name`, and joins
+    them."""
 
     def join_range(first: int, end: int) -> Array:
-        """Read both, and join them."""
-        return join_halves(reader.read_range(weight, first, end), reader.read_range(remainder, first, end))
+        """Read both, and join them.
+
+        Raises:
+            Corrupt: a remainder in float32 is no whole number of 16 bits.
+        """
+        import numpy as np
+
+        low = reader.read_range(remainder, first, end)
+        if low.dtype != "i2":
+            with np.errstate(invalid="ignore"):
+                whole = low.astype("i2")
+            if (whole != low).any():
+                raise Corrupt(
+                    f'"{name}": the other masters are int16 remainders of the weights, as float32 numbers, and '
+                    f"{low[whole != low][0]:g} is none. Take another copy of this step.",
+                    code="CKPT0415",
+                )
+            low = whole
+        return join_halves(reader.read_range(weight, first, end), low)
 
     return join_range
 
