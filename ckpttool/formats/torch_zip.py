@@ -15,6 +15,7 @@ import re
 import struct
 from collections.abc import Callable
 from math import prod
+from functools import partial
 from typing import Any
 
 from ..errors import Corrupt, Unsafe, Unsupported, argument
@@ -25,7 +26,7 @@ from . import other_files
 from .crc import crc32
 from .pickles import Global, Opaque, Refused, Truncated, is_dangerous, load, short
 from .stored_tensors import Size, Storage, StoredTensor, map_tensors
-from .subclasses import REBUILD, WRAPPER, dense_inside
+from .subclasses import REBUILD, TRANSFORMER_ENGINE, WRAPPER, call_of_transformer_engine, dense_inside
 from .zip_bytes import first_record_name, is_zip, torchscript_error, zip_records
 
 __all__ = [
@@ -440,8 +441,13 @@ class _TensorBuilder:
             ("torch._utils", "_rebuild_parameter"): self.parameter,
             ("torch._utils", "_rebuild_parameter_with_state"): self.parameter_with_state,
             REBUILD: lambda *call: rebuild_from_type(self.what, *call),
+            **{call: partial(self.quantised, name) for call, name in TRANSFORMER_ENGINE.items()},
             ("torch.serialization", "_get_layout"): self.memory_layout,
         }
+
+    def quantised(self, name: str, *args: Any) -> Any:
+        """Return a quantised tensor of TransformerEngine, of the class `name`, as `rebuild_from_type` does."""
+        return rebuild_from_type(self.what, *call_of_transformer_engine(name, args, self.what))
 
     def _tensor(
         self,

@@ -24,7 +24,12 @@ Cutting: ranks of a job cut rows (dim 0). What each tensor inside keeps for so m
 exact where that is a whole number of its rows: blocks are runs of the row-major elements, and none may be divided.
 `_KINDS` lists the classes of which that is known.
 
-Sources: torchao 0.18, optim/subclass_*.py, quantization/quantize_/workflows, prototype/mx_formats.
+TransformerEngine's tensors of blocks (MXFP8, Float8Blockwise, NVFP4) have scales that are padded for each rank's part, so
+they are written as they were cut, too: "parts" are all objects, of equal numbers of rows, and each tensor inside is
+those of the parts, one after the other.
+
+Sources: torchao 0.18, optim/subclass_*.py, quantization/quantize_/workflows, prototype/mx_formats; TransformerEngine
+2.20, pytorch/tensor.
 """
 
 from __future__ import annotations
@@ -48,6 +53,7 @@ __all__ = [
     "composites",
     "describe_composites",
     "describe_unwrapped",
+    "has_padded_scales",
     "is_replicated",
     "resize_rows",
     "rows_inside",
@@ -214,6 +220,28 @@ _KINDS = {
 }
 
 
+#: Classes of TransformerEngine. Of those with padded scales, nothing is cut but between the parts of ranks.
+_OF_TRANSFORMER_ENGINE = {
+    "Float8Tensor": _Kind(("data",), ("fp8_scale_inv",)),
+    **dict.fromkeys(
+        ("MXFP8Tensor", "Float8BlockwiseQTensor", "NVFP4Tensor"),
+        _Kind(
+            (
+                *("rowwise_data", "rowwise_scale_inv", "columnwise_data", "columnwise_scale_inv"),
+                *("amax_rowwise", "amax_columnwise"),
+            )
+        ),
+    ),
+}
+
+
+def has_padded_scales(about: Mapping[str, Any]) -> bool:
+    """Whether the scales of a tensor subclass are padded for the part of each rank; `about` is the value that describes
+    it."""
+    module, name = about["class"]
+    return str(module).startswith("transformer_engine.") and name != "Float8Tensor"
+
+
 def _find_kind(about: Mapping[str, Any]) -> _Kind:
     """Look up how objects of a class are cut into rows; `about` is the value that describes such an object.
 
@@ -221,7 +249,9 @@ def _find_kind(about: Mapping[str, Any]) -> _Kind:
         CannotCut: nobody here knows, or the object mixes its rows.
     """
     module, name = about["class"]
-    kind = _KINDS.get(name) if module.partition(".")[0] == "torchao" else None
+    kind = {"torchao": _KINDS, "transformer_engine": _OF_TRANSFORMER_ENGINE}.get(module.partition(".")[0], {}).get(name)
+    own = tuple(n for n in about["tensors"] if n.startswith("quantizer."))  # what TransformerEngine quantises with
+    kind = kind and kind._replace(whole=(*kind.whole, *own))
     if kind is None or not {*about["tensors"]} <= {*kind.rows, *kind.whole}:
         raise CannotCut(f"ckpttool does not know how a {module}.{name} is divided among ranks")
     if kind.never and about["state"].get(kind.never):
@@ -314,11 +344,15 @@ def check_cut(found: Composite, sizes: Iterable[int]) -> None:
     if "parts" in found.about:
         cuts = [n for _, n, _ in found.about["parts"]]
         if [n for n in sizes if n] != cuts:
+            if has_padded_scales(found.about):
+                raise CannotCut(f"its scales are padded for parts of {', '.join(map(str, cuts))} rows")
             plain = sum(not quantised for *_, quantised in found.about["parts"])
             raise CannotCut(
                 f"it was saved in parts of {', '.join(map(str, cuts))} rows, {plain} of them plain, and fits only those"
             )
         return
+    if has_padded_scales(found.about) and sum(n > 0 for n in sizes) > 1:
+        raise CannotCut("its scales are padded for the whole tensor")
     first = 0
     for rows in sizes:
         for name, t in found.tensors.items():

@@ -159,6 +159,8 @@ def _join_parts(t: TensorEntry, parts: list[_Part], records: list[Record]) -> Co
     """
     total = t.shape[0] if t.shape else 1
     about = composites.resize_rows(parts[0].about, total)
+    if len(parts) > 1 and composites.has_padded_scales(about) and len({p.rows for p in parts}) > 1:
+        raise CannotCut(f"its scales are padded for parts of {', '.join(str(p.rows) for p in parts)} rows")
     for p in parts[1:]:
         if composites.resize_rows(p.about, total) != about:
             raise CannotCut("the ranks do not agree about its attributes")
@@ -191,6 +193,8 @@ def _join_parts(t: TensorEntry, parts: list[_Part], records: list[Record]) -> Co
             if s.storage.crc32 is not None:
                 records.append(Record(Extent(p.file, s.storage.offset, s.storage.length), s.storage.crc32))
         tensors[name] = TensorEntry(first.dtype, whole, path, chunks)
+    if len(parts) > 1 and composites.has_padded_scales(about):
+        about["parts"] = [[p.first, p.rows, True] for p in parts]
     return Composite(t.path, about, tensors)
 
 

@@ -6,19 +6,25 @@ pytorch/optimizers/fused_adam.py, pytorch/tensor): `split` is what its kernel st
 
 from __future__ import annotations
 
+import enum
+import io
+import math
+import pickle
+import sys
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from peers import load_dcp
+from safetensors.torch import load_file
 from torch import Tensor
 
 import ckpttool
 from ckpttool.engine.transform.remainders import join_halves
-from ckpttool.errors import Unsupported
+from ckpttool.errors import CkpttoolError, Corrupt, Unsupported
 
 SHAPES = {"embed.weight": (131, 9), "layers.0.up.weight": (7, 9), "layers.0.norm.weight": (9,), "scale": (), "empty": (0, 4)}
 
@@ -143,3 +149,220 @@ def test_an_int16_tensor_that_fits_no_weight_is_no_remainder(tmp_path: Path) -> 
     torch.save(tree, tmp_path / "a.pt")
     done = ckpttool.convert(tmp_path / "a.pt", tmp_path / "b.pt")
     assert any("4 fp32 masters" in n for n in done.notes)
+
+
+# ------------------------------------------------------------------------------------------------------------ quantised tensors
+
+PACKAGE = "transformer_engine.pytorch"
+FUNCTIONS = {
+    "Float8Tensor": ("float8_tensor", "_make_float8_tensor_in_reduce_ex"),
+    "MXFP8Tensor": ("mxfp8_tensor", "_make_mxfp8_tensor_in_reduce_ex"),
+    "Float8BlockwiseQTensor": ("float8_blockwise_tensor", "_make_float8_blockwise_tensor_in_reduce_ex"),
+    "NVFP4Tensor": ("nvfp4_tensor", "_make_nvfp4_tensor_in_reduce_ex"),
+}
+
+
+class Pickled:
+    """A stand-in for a tensor of TransformerEngine: it is pickled as a call of its function, and equal to one of equal arguments."""
+
+    def __init__(self, kind: str, *args: Any) -> None:
+        self.kind, self.args = kind, args
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        module, function = FUNCTIONS[self.kind]
+        return getattr(sys.modules[f"{PACKAGE}.tensor.{module}"], function), self.args
+
+    def __eq__(self, other: object) -> bool:
+        assert isinstance(other, Pickled)
+        pairs = zip(self.args, other.args, strict=True)
+        return self.kind == other.kind and all(
+            same(a, b) if isinstance(a, Tensor) else (type(a), a) == (type(b), b) for a, b in pairs
+        )
+
+    __hash__ = None  # type: ignore[assignment]
+
+
+class DType(enum.IntEnum):
+    kFloat8E4M3 = 7
+    kFloat8E5M2 = 8
+    kFloat4E2M1 = 10
+
+
+class Quantizer:
+    """A stand-in for what TransformerEngine quantises with, which is pickled along."""
+
+    def __init__(self, dtype: DType) -> None:
+        self.dtype, self.rowwise_usage = dtype, True
+
+    def __eq__(self, other: object) -> bool:
+        return type(self) is type(other) and self.__dict__ == other.__dict__
+
+    __hash__ = None  # type: ignore[assignment]
+
+
+@pytest.fixture
+def _engine(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Modules of TransformerEngine's names, with functions that make stand-ins."""
+    for name in (PACKAGE.partition(".")[0], PACKAGE, f"{PACKAGE}.tensor", f"{PACKAGE}.constants"):
+        monkeypatch.setitem(sys.modules, name, ModuleType(name))
+    for kind, (module, function) in FUNCTIONS.items():
+        name = f"{PACKAGE}.tensor.{module}"
+        made = ModuleType(name)
+
+        def make(*args: Any, kind: str = kind) -> Pickled:
+            return Pickled(kind, *args)
+
+        make.__module__, make.__name__, make.__qualname__ = name, function, function
+        setattr(made, function, make)
+        monkeypatch.setitem(sys.modules, name, made)
+    for cls, module in ((DType, f"{PACKAGE}.constants"), (Quantizer, f"{PACKAGE}.tensor.mxfp8_tensor")):
+        monkeypatch.setattr(cls, "__module__", module)
+        setattr(sys.modules[module], cls.__name__, cls)
+
+
+def padded(rows: int, columns: int, tall: int, wide: int) -> tuple[int, int]:
+    return -(-rows // tall) * tall, -(-columns // wide) * wide
+
+
+def quantised(kind: str, shape: tuple[int, ...], seed: int = 0) -> tuple[Pickled, Tensor]:
+    """A tensor of a class, of random codes and scales with everything that pads them, and its numbers in float32."""
+    torch.manual_seed(seed)
+    rows, columns, size = math.prod(shape[:-1]), shape[-1], torch.Size(shape)
+    codes = torch.randint(0, 256, shape, dtype=torch.uint8)
+    codes[(codes & 0x7F) == 0x7F] = 0  # no NaN
+    numbers = codes.view(torch.float8_e4m3fn).float().reshape(rows, columns)
+    if kind == "Float8Tensor":
+        scale = torch.rand(1) + 0.01
+        return Pickled(kind, codes, DType.kFloat8E4M3, scale, torch.bfloat16, size, None), (numbers * scale).reshape(shape)
+    if kind == "MXFP8Tensor":
+        scale = torch.randint(96, 140, padded(rows, -(-columns // 32), 128, 4), dtype=torch.uint8)
+        scale[:1, 0] = 0
+        wide = torch.exp2(scale.double() - 127).float().repeat_interleave(32, 1)[:rows, :columns]
+        args = (codes, scale, None, None, DType.kFloat8E4M3, torch.bfloat16, size, Quantizer(DType.kFloat8E4M3), False)
+        return Pickled(kind, *args), (numbers * wide).reshape(shape)
+    if kind.startswith("Float8Blockwise"):
+        flat = kind.endswith("1D")
+        tall = rows if flat else -(-rows // 128)
+        scale = torch.rand(padded(tall, -(-columns // 128), 4 if flat else 1, 1 if flat else 4)) + 0.01
+        wide = scale.repeat_interleave(128, 1)[:, :columns]
+        wide = (wide if flat else wide.repeat_interleave(128, 0))[:rows]
+        stored = scale.T.contiguous() if flat else scale
+        args = (size, codes, stored, None, None, DType.kFloat8E4M3, torch.bfloat16, None, not flat, None)
+        return Pickled("Float8BlockwiseQTensor", *args), (numbers * wide).reshape(shape)
+    row_scaled, most = kind.endswith("rows"), 256 if kind.endswith("256") else 448
+    pairs = torch.randint(0, 256, (*shape[:-1], columns // 2), dtype=torch.uint8)
+    table = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6])
+    both = torch.stack([pairs & 15, pairs >> 4], -1).reshape(rows, columns)
+    scale = (torch.rand(padded(rows, columns // 16, 128, 4)) + 0.1).to(torch.float8_e4m3fn)
+    amax = torch.rand(rows if row_scaled else 1) * 9
+    factor = torch.tensor(1.0) / torch.tensor(6.0 * most)
+    wide = (scale[:rows].float() * amax.reshape(-1, 1) * factor).repeat_interleave(16, 1)[:, :columns]
+    args = (size, pairs, scale.view(torch.uint8), None, None, amax, None, DType.kFloat4E2M1, torch.bfloat16, None, False, row_scaled, False, most)
+    return Pickled("NVFP4Tensor", *args), (table[both.long()] * wide).reshape(shape)
+
+
+KINDS = ["Float8Tensor", "MXFP8Tensor", "Float8Blockwise2D", "Float8Blockwise1D", "NVFP4", "NVFP4 rows", "NVFP4 256"]
+
+
+def load(path: Path) -> Any:
+    return torch.load(path, weights_only=False)
+
+
+@pytest.mark.usefixtures("_engine")
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_quantised_tensor_is_the_same_call_again_and_has_the_numbers_of_dequantize(kind: str, tmp_path: Path) -> None:
+    shapes = {"w": (131, 160), "three": (3, 50, 64), "one": (1, 32), "tall": (300, 32), "none": (0, 64)}
+    both = {n: quantised(kind, shape, i) for i, (n, shape) in enumerate(shapes.items())}
+    torch.save({"model": {n: q for n, (q, _) in both.items()}}, tmp_path / "a.pt")
+    ckpttool.convert(tmp_path / "a.pt", tmp_path / "b.pt")
+    ckpttool.convert(tmp_path / "a.pt", tmp_path / "dcp", to="dcp", world_size=1)
+    ckpttool.convert(tmp_path / "dcp", tmp_path / "a.tar.zst", to="audit")
+    ckpttool.convert(tmp_path / "a.tar.zst", tmp_path / "c.pt", to="full")
+    for path in ("b.pt", "c.pt"):
+        assert load(tmp_path / path)["model"] == {n: q for n, (q, _) in both.items()}
+    for source in ("a.pt", "dcp", "a.tar.zst"):
+        for dtype in (None, "fp32"):
+            to = tmp_path / f"{source}-{dtype}.safetensors"
+            ckpttool.convert(tmp_path / source, to, to="hf", dequantize=["*"], dtype=dtype)
+            found = load_file(to)
+            assert all(same(found[n], t if dtype else t.bfloat16()) for n, (_, t) in both.items())
+
+
+def write_dcp(folder: Path, parts: dict[str, list[Pickled]], shapes: dict[str, tuple[int, ...]]) -> None:
+    """A dcp folder, with the metadata of torch, of items that hold one part for each rank; .metadata lists the dense tensor."""
+    folder.mkdir()
+    listed: dict[str, Any] = {}
+    stored: dict[Any, Any] = {}
+    files: dict[int, bytes] = {}
+    for key, some in parts.items():
+        properties = dcp.metadata.TensorProperties(dtype=torch.bfloat16)
+        rows, chunks = 0, []
+        for rank, part in enumerate(some):
+            size = next(a for a in part.args if isinstance(a, torch.Size))
+            offsets = torch.Size((rows, *(0 for _ in size[1:])))
+            chunks.append(dcp.metadata.ChunkStorageMetadata(offsets, size))
+            buffer = io.BytesIO()
+            torch.save(part, buffer)
+            at = len(files.get(rank, b""))
+            files[rank] = files.get(rank, b"") + buffer.getvalue()
+            place = dcp.filesystem._StorageInfo(f"__{rank}_0.distcp", at, len(buffer.getvalue()))
+            stored[dcp.metadata.MetadataIndex(key, offsets, rank)] = place
+            rows += size[0]
+        listed[key] = dcp.metadata.TensorStorageMetadata(properties, torch.Size(shapes[key]), chunks)
+    for rank, raw in files.items():
+        (folder / f"__{rank}_0.distcp").write_bytes(raw)
+    planner = {key: tuple(key.split(".", 1)) for key in parts}
+    (folder / ".metadata").write_bytes(pickle.dumps(dcp.metadata.Metadata(listed, planner, stored)))
+
+
+@pytest.mark.usefixtures("_engine")
+@pytest.mark.parametrize("kind", KINDS)
+def test_parts_of_ranks_in_dcp(kind: str, tmp_path: Path) -> None:
+    """Three ranks, whose scales are padded each for itself."""
+    parts = [quantised(kind, (43, 64), i) for i in range(3)]
+    if kind == "Float8Tensor":  # the ranks of FSDP2 share a scale
+        parts = [(Pickled(p.kind, *p.args[:2], parts[0][0].args[2], *p.args[3:]), t / p.args[2] * parts[0][0].args[2]) for p, t in parts]
+    whole = torch.cat([p.args[0].view(torch.float8_e4m3fn).float() * p.args[2] for p, _ in parts]) if kind == "Float8Tensor" else torch.cat([t for _, t in parts])
+    write_dcp(tmp_path / "in", {"model.w": [p for p, _ in parts]}, {"model.w": (129, 64)})
+    ckpttool.convert(tmp_path / "in", tmp_path / "same", to="dcp", world_size=3)
+    for rank, (part, _) in enumerate(parts):
+        (item,) = (tmp_path / "same").glob(f"__{rank}_*.distcp")
+        assert load(item) == part
+    ckpttool.convert(tmp_path / "in", tmp_path / "plain", to="dcp", world_size=2, dequantize=["model.*"])
+    with ckpttool.open(tmp_path / "plain") as found:
+        assert same(found["model.w"].torch(), whole.bfloat16())
+    if kind == "Float8Tensor":
+        ckpttool.convert(tmp_path / "in", tmp_path / "one.pt", to="full")
+        args = load(tmp_path / "one.pt")["model"]["w"].args
+        assert same(args[0], torch.cat([p.args[0] for p, _ in parts])) and args[4] == torch.Size((129, 64))
+        return
+    with pytest.raises(Unsupported, match=r"2 ranks cannot divide: its scales are padded for parts of 43, 43, 43 rows"):
+        ckpttool.convert(tmp_path / "in", tmp_path / "no", to="dcp", world_size=2)
+    with pytest.raises(Unsupported, match="whose scales are padded for the parts of ranks"):
+        ckpttool.convert(tmp_path / "in", tmp_path / "no.pt", to="full")
+    ckpttool.convert(tmp_path / "in", tmp_path / "in.tar.zst", to="audit")
+    ckpttool.convert(tmp_path / "in.tar.zst", tmp_path / "again", to="dcp", world_size=3)
+    (item,) = (tmp_path / "again").glob("__2_*.distcp")
+    assert load(item) == parts[2][0]
+
+
+@pytest.mark.usefixtures("_engine")
+def test_what_has_no_numbers_that_are_known_is_refused_by_name(tmp_path: Path) -> None:
+    swizzled, _ = quantised("MXFP8Tensor", (64, 64))
+    swizzled.args = (*swizzled.args[:-1], True)
+    short, _ = quantised("Float8Blockwise2D", (300, 64))
+    short.args = (*short.args[:2], short.args[2][:1].clone(), *short.args[3:])
+    columns, _ = quantised("NVFP4", (64, 64))
+    columns.args = (columns.args[0], None, None, *columns.args[1:3], *columns.args[5:])
+    odd, _ = quantised("Float8Tensor", (8, 8))
+    odd.args = (odd.args[0], DType.kFloat4E2M1, *odd.args[2:])
+    cases = {"swizzled for a product": swizzled, r"its scales are \[1, 4\]": short, "columns alone": columns, "dtype is 10": odd}
+    for text, tensor in cases.items():
+        torch.save({"model": {"w": tensor}}, tmp_path / "a.pt")
+        with pytest.raises(CkpttoolError, match=text):
+            ckpttool.convert(tmp_path / "a.pt", tmp_path / "b.pt", dequantize=["*"], force=True)
+        ckpttool.convert(tmp_path / "a.pt", tmp_path / "b.pt", force=True)
+        assert load(tmp_path / "b.pt")["model"]["w"] == tensor
+    torch.save({"model": {"w": Pickled("MXFP8Tensor", torch.zeros(3), *range(11))}}, tmp_path / "a.pt")
+    with pytest.raises(Corrupt, match="which no TransformerEngine does"):
+        ckpttool.convert(tmp_path / "a.pt", tmp_path / "no.pt")

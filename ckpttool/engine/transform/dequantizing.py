@@ -1,6 +1,7 @@
 """`--dequantize`: quantised tensors as plain numbers.
 
     optim.state.w.exp_avg.codes, .scale, .qmap, .__class__     ->     optim.state.w.exp_avg, float32
+    model.w.data, .fp8_scale_inv, .__class__                   ->     model.w, bfloat16 (transformer_engine.py)
     model.w, model.w_scale_inv                                 ->     model.w, bfloat16 (decoding_weights.py)
     model.w bfloat16, optim.state.w.master_param int16         ->     the latter float32 (remainders.py)
 
@@ -17,7 +18,7 @@ import fnmatch
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from math import prod
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ...errors import Corrupt, Unsupported, UsageError, argument
 from ...huggingface.encodings import Encoded, Encodings
@@ -35,11 +36,12 @@ from ...index.composites import (
 from ...index.draft import Dropped
 from ...storage.overlay import ComputedSource
 from ...storage.source import Source
-from ..computed_files import ComputedFiles
+from ..computed_files import BoxReader, ComputedFiles
 from ..copy.dtypes import numpy_dtype
 from ..copy.stream import small
 from .decoding_weights import decode_weights, list_weight_names
 from .remainders import add_joined_masters, find_remainders
+from .transformer_engine import add_decoded_part, is_of_transformer_engine
 
 if TYPE_CHECKING:
     from ..copy.dtypes import Array
@@ -92,7 +94,7 @@ def dequantize(
         every = replace(found, weights={**found.weights, **more})
         ckpt, lost = decode_weights(opened, every, [*codes, *more], choose, dtype, files)
     if of_state := {n: c for n, c in chosen.items() if n not in of_torchao}:
-        ckpt = _dequantize_objects(ckpt, source, of_state, files)
+        ckpt = _dequantize_objects(ckpt, source, of_state, files, choose)
     if masters := {n: w for n, w in halves.items() if any(fnmatch.fnmatchcase(n, pattern) for pattern in wanted)}:
         ckpt = add_joined_masters(ckpt, source, masters, files)
     before, marks = opened.checkpoint, {joined((*c.path, MARK)) for c in chosen.values()}
@@ -152,13 +154,19 @@ def _refuse_patterns(
 
 
 def _dequantize_objects(
-    ckpt: Checkpoint, source: Source, chosen: Mapping[str, Composite], files: ComputedFiles
+    ckpt: Checkpoint,
+    source: Source,
+    chosen: Mapping[str, Composite],
+    files: ComputedFiles,
+    choose: Callable[[str, str], str],
 ) -> Checkpoint:
-    """Put float32 tensors in the place of torchao's; returns the index.
+    """Put plain tensors in the place of objects: float32 for torchao's, and for TransformerEngine's the dtype that is
+    asked for or that they show; returns the index.
 
     Args:
-        chosen: {name: tensor of torchao}.
+        chosen: {name: object}.
         files: gets those that are computed.
+        choose: returns the dtype that a tensor is asked to have, from its name and the one it has.
 
     Raises:
         Unsupported: ckpttool does not know how to compute the numbers of a class, or parts of ranks were stored
@@ -167,14 +175,17 @@ def _dequantize_objects(
     # each is a file that is computed when it is read, one for each part in which it is stored
     names = {path: n for n, c in chosen.items() for path in c.leaves()}
     tensors: dict[str, TensorEntry] = {}
+    reader = BoxReader(ckpt, source)
     for name, t in ckpt.tensors.items():
         of = names.get(t.path)
         if of is None:
             tensors[name] = t
         elif of not in tensors:
             found = chosen[of]
-            compute = _FORMULAS.get(str(found.about["class"][1]))
-            if compute is None or not str(found.about["class"][0]).startswith("torchao."):
+            other = is_of_transformer_engine(found.about)
+            dtype = choose(of, found.dtype) if other else "float32"
+            compute = None if other else _FORMULAS.get(str(found.about["class"][1]))
+            if not other and (compute is None or not str(found.about["class"][0]).startswith("torchao.")):
                 raise Unsupported(
                     f'"{of}" is a {class_label(found.about)}, whose numbers ckpttool does not compute. It knows '
                     f"{', '.join([*_FORMULAS, *sorted(_BLOCKS)])}, whose scales lie row by row. Leave it out of "
@@ -183,12 +194,19 @@ def _dequantize_objects(
                 )
             chunks = Chunks(len(found.shape))
             for row, shape, parts in _list_stored_parts(found):
-                file, part = f"{of} (dequantized, from row {row})", _make_dequantizer(ckpt, source, parts, compute)
                 start: tuple[int, ...] = (row, *(0 for _ in shape[1:]))
-                chunks.add(start[: len(shape)], shape, *files.add(file, "float32", shape, part, prod(shape), 16))
-            tensors[of] = TensorEntry("float32", found.shape, found.path, chunks)
+                if compute is None:
+                    place = add_decoded_part(of, found.about, (row, shape), parts, reader, files, dtype)
+                else:
+                    file, part = f"{of} (dequantized, from row {row})", _make_dequantizer(ckpt, source, parts, compute)
+                    place = files.add(file, dtype, shape, part, prod(shape), 16)
+                chunks.add(start[: len(shape)], shape, *place)
+            tensors[of] = TensorEntry(dtype, found.shape, found.path, chunks)
     kinds = ", ".join(dict.fromkeys(class_label(c.about) for c in chosen.values()))
-    note = f"{len(chosen):,} tensors ({kinds}) are float32 now, the exact value of each code"
+    dtypes = ", ".join(dict.fromkeys(tensors[n].dtype for n in chosen))
+    files.working_bytes += reader.working_bytes
+    note = f"{len(chosen):,} tensors ({kinds}) are {dtypes} now, the exact value of each code in float32"
+    note += ", rounded once" if dtypes != "float32" else ""
     return replace(ckpt, tensors=tensors, notes=[*ckpt.notes, note])
 
 
@@ -241,8 +259,10 @@ def _list_mixed_parts(found: Composite) -> list[_StoredPart]:
     whole, out = without_plain_rows(found), []
     of_objects = of_plain = 0
     for first, rows, quantised in found.about["parts"]:
-        inside: dict[str, TensorEntry | None] = {PLAIN: _find_chunk_of_rows(found.tensors[PLAIN], of_plain, rows)}
-        if quantised:
+        inside: dict[str, TensorEntry | None] = {}
+        if not quantised:
+            inside[PLAIN] = _find_chunk_of_rows(found.tensors[PLAIN], of_plain, rows)
+        else:
             cuts = {n: rows_inside(whole.about, n, t.shape, of_objects, rows) for n, t in whole.tensors.items()}
             inside = {n: t if (c := cuts[n]) is None else _find_chunk_of_rows(t, *c) for n, t in whole.tensors.items()}
         of_objects, of_plain = (of_objects + rows, of_plain) if quantised else (of_objects, of_plain + rows)
