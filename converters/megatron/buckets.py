@@ -13,6 +13,11 @@ parameter of its own. Where several weights are equal (norms that are still ones
 does, under conditions: all weights that values tell are in the order of the model, and between two of them there is for
 each segment one weight and for each weight one segment, and none could be exchanged. Otherwise the weights are refused
 by name.
+
+The precision-aware optimizer may have int16 remainders in `param` (engine/transform/remainders.py), of which no value
+tells a weight. Then the order and the sizes of the whole model do, or nothing: read backwards, the weights must be what
+the pipeline stages have in their buckets, last stage first, each of its size and none left over
+(`_fit_whole_model`).
 """
 
 from __future__ import annotations
@@ -93,6 +98,13 @@ def resolve_bucket_names(ckpt: Checkpoint, source: Source) -> tuple[dict[Path, T
     """
     weights = {str(t.path[1]): t for t in ckpt.tensors.values() if t.path[0] == "model" and len(t.path) == 2}
     found = _collect_buckets(ckpt)
+    if any("float" not in b.param.dtype for b in found):
+        _fit_whole_model(found, weights)
+        notes = [
+            "the optimizer's segments have no names in this format (dp_reshardable), and its masters are remainders, which "
+            "tell no weight by their values; they were named by the order of the model, which fits all of their sizes"
+        ]
+        return entries_of_parameters(found, weights, source, ckpt, notes), notes
     _find_segments(found, weights, source, ckpt)
     notes = [
         f"the optimizer's {sum(len(b.segments) for b in found)} segments have no names in this format "
@@ -107,7 +119,6 @@ def _collect_buckets(ckpt: Checkpoint) -> list[Bucket]:
 
     Raises:
         Corrupt: tensors of a bucket are not flat or not of equal lengths.
-        Unsupported: there are no fp32 copies.
     """
     of: dict[str, Bucket] = {}
     for t in ckpt.tensors.values():
@@ -120,12 +131,6 @@ def _collect_buckets(ckpt: Checkpoint) -> list[Bucket]:
     for b in of.values():
         if "param" not in b.slots or any(len(t.shape) != 1 or t.shape != b.param.shape for t in b.slots.values()):
             raise Corrupt(f'"{b.name}" has not one flat tensor of each kind, of equal lengths.', code="CKPT0417")
-        if "float" not in b.param.dtype:
-            raise Unsupported(
-                f'"{b.name}.param" is {b.param.dtype}: the remainders of the weights (store_param_remainders), which '
-                "name no parameter. Save with fully_reshardable, or convert the weights alone.",
-                code="CKPT0327",
-            )
     return sorted(of.values(), key=lambda b: [int(n) for n in re.findall(r"_idx_(\d+)", b.name)])
 
 
@@ -229,6 +234,85 @@ def _find_segments(found: list[Bucket], weights: Mapping[str, TensorEntry], sour
                 )
             b.segments.append(fitting[0])
             at = -(-fitting[0].last // ALIGNED) * ALIGNED
+
+
+def _fit_whole_model(found: list[Bucket], weights: Mapping[str, TensorEntry]) -> None:
+    """Find which elements of every bucket are one parameter by the order and the sizes of all weights, and add them as
+    its segments, with the parameter chosen.
+
+    Args:
+        found: the buckets, which are filled.
+        weights: {name: tensor} of the model.
+
+    Raises:
+        Unsupported: the weights fit at no tensor-parallel size, or at several.
+    """
+    lines: dict[str, list[Bucket]] = {}
+    for b in found:
+        lines.setdefault(b.group, []).append(b)
+    at = _positions_in_model(list(weights))
+    names = sorted(weights, key=at.__getitem__, reverse=True)
+    one_buffer = len({b.name.partition(".bucket_idx_")[0] for b in found}) == len(lines)
+    sizes = [n for n in range(1, len(lines) + 1) if len(lines) % n == 0]
+    several = any(re.search(r"\bexperts\b", n) for n in names) or not one_buffer
+    fits = [] if several else [f for n in sizes if (f := _fit_stages(list(lines.values()), names, weights, n))]
+    if len(fits) != 1:
+        first = found[0]
+        raise Unsupported(
+            f'"{first.name}.param" is {first.param.dtype}: remainders of the weights (store_param_remainders), which name '
+            f"no parameter, and the order of the model fits the buckets {'in several ways' if fits else 'nowhere'}. Save "
+            "with store_param_remainders=False, or convert the weights alone.",
+            code="CKPT0327",
+        )
+    for b, segments in zip(found, fits[0], strict=True):
+        b.segments = segments
+
+
+def _fit_stages(
+    groups: list[list[Bucket]], names: list[str], weights: Mapping[str, TensorEntry], tp: int
+) -> list[list[Segment]] | None:
+    """Return the segments of all buckets, in their order, at a tensor-parallel size; None where the weights do not fit.
+
+    Args:
+        groups: the buckets of each data-parallel group; tensor-parallel ranks of a stage of the pipeline are neighbours.
+        names: the weights, the last of the model first.
+        weights: {name: tensor}.
+        tp: the size.
+    """
+    out: dict[int, list[list[Segment]]] = {}
+    at = 0
+    for stage in reversed(range(len(groups) // tp)):
+        used = set()
+        for rank in range(tp):
+            segments: list[list[Segment]] = []
+            k = at
+            for b in groups[stage * tp + rank]:
+                segments.append([])
+                ends, first = {*_chunk_ends(b)}, 0
+                while first < b.param.shape[0]:
+                    if k == len(names):
+                        return None
+                    local = _local_boxes(names[k], weights[names[k]], tp, rank)
+                    last = first + _numel(local)
+                    if last not in ends:
+                        return None
+                    segments[-1].append(Segment(first, last, [local], local))
+                    first, k = -(-last // ALIGNED) * ALIGNED, k + 1
+            out[stage * tp + rank] = segments
+            used.add(k)
+        if len(used) != 1:
+            return None
+        at = used.pop()
+    return [s for g in range(len(groups)) for s in out[g]] if at == len(names) else None
+
+
+def _local_boxes(name: str, t: TensorEntry, tp: int, rank: int) -> LocalBoxes:
+    """Return what a tensor-parallel rank has of a weight: its part where the weight is stored in parts for all of them,
+    else all of it."""
+    of = sorted(b for b in t.chunks.boxes() if prod(b[1]))
+    if tp > 1 and of and len(of) % tp == 0 and len({n for _, n in of}) == 1:
+        return LocalBoxes(name, tuple(of[rank::tp]))
+    return LocalBoxes(name, (((0,) * len(t.shape), t.shape),))
 
 
 def _chunk_ends(b: Bucket) -> list[int]:
