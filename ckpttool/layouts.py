@@ -226,8 +226,8 @@ class Layout:
         keeps_config: what it writes can be read again without `ModelHints.config`.
         needs_named_optimizer: an engine or a trainer resumes from it, and finds the optimizer's state by the names or
             the order of the parameters; a state whose optimizer could not be named is refused.
-        masters_are_weights: its engine has one fp32 number for a weight and its master, so masters that are stored as
-            remainders of weights are joined with them first.
+        joins_remainders: its engine loads masters in fp32 alone, so those that are stored as remainders of weights are
+            joined with them first.
         of_trainer: the directory of one trainer, made of parts in other layouts, which it outranks.
         keeps_subclasses: it holds objects of tensor subclasses (index/composites.py), as such or as what they are made
             of; the others are refused where there are any.
@@ -262,7 +262,7 @@ class Layout:
     writer_uses: tuple[str, ...] = WRITE_HINTS
     keeps_config: bool = False
     needs_named_optimizer: bool = False
-    masters_are_weights: bool = False
+    joins_remainders: bool = False
     of_trainer: bool = False
     keeps_subclasses: bool = False
     keeps_calls: bool = False

@@ -511,9 +511,9 @@ def _change_state(
         ckpt = replace(ckpt, recorded={**ckpt.recorded, **writing.expected})
     ckpt = _edit_state(ckpt, writing, account)
     inputs, to_hub = opened.inputs, target.name == HUB_LAYOUT
-    # an engine that has masters for its weights needs those that are stored as remainders of weights, and none reads
-    # remainders that were stored as numbers
-    halves = map(glob.escape, find_remainders(ckpt) if target.masters_are_weights else ckpt.numeric_remainders)
+    # an engine that loads masters needs those that are stored as remainders of weights, and none loads remainders that
+    # were stored as numbers
+    halves = map(glob.escape, find_remainders(ckpt) if target.joins_remainders else ckpt.numeric_remainders)
     if patterns := [*(writing.dequantize or ()), *halves]:
         beside = source if opened.folder else None
         stating = ckpt if config is None else replace(ckpt, config=read_model_files(config)[0])

@@ -122,7 +122,9 @@ def call_of_transformer_engine(name: str, args: tuple[Any, ...], what: str) -> t
     dtype, shape = state.pop("dtype", None), state.pop("shape", None)
     size = shape.args[0] if isinstance(shape, Opaque) and shape.cls == _SIZE and shape.args else shape
     if len(args) > len(names) or not isinstance(size, tuple) or not all(type(k) is int and k >= 0 for k in size):
-        raise Corrupt(f"{what}: {function} is called with {short(args)}, which no TransformerEngine does.", code="CKPT0407")
+        raise Corrupt(
+            f"{what}: {function} is called with {short(args)}, which no TransformerEngine does.", code="CKPT0407"
+        )
     return WRAPPER, cls, (cls, dtype, size, boxes.strides(size), 0, None, None, False), state
 
 
@@ -214,8 +216,8 @@ def put_together(found: Composite, tensors: Mapping[str, object]) -> Opaque:
     """
     if "parts" in found.about and has_padded_scales(found.about):
         raise Unsupported(
-            f'"{joined(found.path)}" is a {class_label(found.about)} whose scales are padded for the parts of ranks. dcp '
-            f"carries it at the world size of the save; {argument('dequantize', ['*'])} writes plain numbers.",
+            f'"{joined(found.path)}" is a {class_label(found.about)} whose scales are padded for the parts of ranks. '
+            f"dcp carries it at the world size of the save; {argument('dequantize', ['*'])} writes plain numbers.",
             code="CKPT0319",
         )
     if "parts" in found.about:

@@ -14,8 +14,8 @@ from __future__ import annotations
 import re
 import struct
 from collections.abc import Callable
-from math import prod
 from functools import partial
+from math import prod
 from typing import Any
 
 from ..errors import Corrupt, Unsafe, Unsupported, argument

@@ -24,8 +24,8 @@ Cutting: ranks of a job cut rows (dim 0). What each tensor inside keeps for so m
 exact where that is a whole number of its rows: blocks are runs of the row-major elements, and none may be divided.
 `_KINDS` lists the classes of which that is known.
 
-TransformerEngine's tensors of blocks (MXFP8, Float8Blockwise, NVFP4) have scales that are padded for each rank's part, so
-they are written as they were cut, too: "parts" are all objects, of equal numbers of rows, and each tensor inside is
+TransformerEngine's tensors of blocks (MXFP8, Float8Blockwise, NVFP4) have scales that are padded for each rank's part,
+so they are written as they were cut, too: "parts" are all objects, of equal numbers of rows, and each tensor inside is
 those of the parts, one after the other.
 
 Sources: torchao 0.18, optim/subclass_*.py, quantization/quantize_/workflows, prototype/mx_formats; TransformerEngine

@@ -670,7 +670,7 @@ def _layout(stage: int, title: str, detect: Callable[[Place], tuple[bool, str]])
         aliases=aliases,
         reads_as=("zero0",) if stage == 2 else (),
         needs_named_optimizer=True,
-        masters_are_weights=True,
+        joins_remainders=True,
         sharding=f"zero{stage}",
         saves=ds.SAVES,
         program=_PROGRAM_OF_STAGE_3 if stage == 3 else replace(_PROGRAM, rows=_ROWS_2 if stage == 2 else {}),

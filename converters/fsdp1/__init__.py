@@ -96,7 +96,7 @@ LAYOUTS = (
         aliases=("local", "local_state_dict"),
         reader_uses=("config", "like", "flat_layout", "wrap"),
         needs_named_optimizer=True,
-        masters_are_weights=True,
+        joins_remainders=True,
         sharding="fsdp2",
         program=Program(rows=_ROWS, next_step=_next_step),
     ),

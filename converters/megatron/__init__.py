@@ -233,6 +233,7 @@ LAYOUTS = (
         prepare=late("ckpttool.converters.megatron.write:prepare"),
         writer_uses=("world_size",),
         needs_named_optimizer=True,
+        joins_remainders=True,
         program=Program(
             rows=_ROWS,
             next_step=_next_step,

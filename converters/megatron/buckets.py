@@ -101,8 +101,8 @@ def resolve_bucket_names(ckpt: Checkpoint, source: Source) -> tuple[dict[Path, T
     if any("float" not in b.param.dtype for b in found):
         _fit_whole_model(found, weights)
         notes = [
-            "the optimizer's segments have no names in this format (dp_reshardable), and its masters are remainders, which "
-            "tell no weight by their values; they were named by the order of the model, which fits all of their sizes"
+            "the optimizer's segments have no names in this format (dp_reshardable), and its masters are remainders, "
+            "which tell no weight by their values; they were named by the order of the model, which fits all of their sizes"
         ]
         return entries_of_parameters(found, weights, source, ckpt, notes), notes
     _find_segments(found, weights, source, ckpt)
@@ -259,9 +259,9 @@ def _fit_whole_model(found: list[Bucket], weights: Mapping[str, TensorEntry]) ->
     if len(fits) != 1:
         first = found[0]
         raise Unsupported(
-            f'"{first.name}.param" is {first.param.dtype}: remainders of the weights (store_param_remainders), which name '
-            f"no parameter, and the order of the model fits the buckets {'in several ways' if fits else 'nowhere'}. Save "
-            "with store_param_remainders=False, or convert the weights alone.",
+            f'"{first.name}.param" is {first.param.dtype}: remainders of the weights (store_param_remainders), which '
+            f"name no parameter, and the order of the model fits the buckets {'in several ways' if fits else 'nowhere'}. "
+            "Save with store_param_remainders=False, or convert the weights alone.",
             code="CKPT0327",
         )
     for b, segments in zip(found, fits[0], strict=True):
@@ -274,7 +274,7 @@ def _fit_stages(
     """Return the segments of all buckets, in their order, at a tensor-parallel size; None where the weights do not fit.
 
     Args:
-        groups: the buckets of each data-parallel group; tensor-parallel ranks of a stage of the pipeline are neighbours.
+        groups: the buckets of each data-parallel group; tensor-parallel ranks of a pipeline stage are neighbours.
         names: the weights, the last of the model first.
         weights: {name: tensor}.
         tp: the size.

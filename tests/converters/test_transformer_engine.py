@@ -26,7 +26,13 @@ import ckpttool
 from ckpttool.engine.transform.remainders import join_halves
 from ckpttool.errors import CkpttoolError, Corrupt, Unsupported
 
-SHAPES = {"embed.weight": (131, 9), "layers.0.up.weight": (7, 9), "layers.0.norm.weight": (9,), "scale": (), "empty": (0, 4)}
+SHAPES = {
+    "embed.weight": (131, 9),
+    "layers.0.up.weight": (7, 9),
+    "layers.0.norm.weight": (9,),
+    "scale": (),
+    "empty": (0, 4),
+}
 
 
 def split(master: Tensor) -> tuple[Tensor, Tensor]:
@@ -114,7 +120,12 @@ def test_remainders_stay_as_they_are_and_that_is_said(saved: Path, to: str, tmp_
 @pytest.mark.parametrize("to", ["full", "dcp"])
 def test_dequantize_joins_them_exactly(saved: Path, to: str, tmp_path: Path) -> None:
     done = ckpttool.convert(
-        saved, tmp_path / "out", to=to, world_size=3 if to == "dcp" else None, dequantize=["*.master_param"], dtype="fp16"
+        saved,
+        tmp_path / "out",
+        to=to,
+        world_size=3 if to == "dcp" else None,
+        dequantize=["*.master_param"],
+        dtype="fp16",
     )
     assert any("5 fp32 masters" in n and "joined from bf16 weights and int16 remainders" in n for n in done.notes)
     with ckpttool.open(tmp_path / "out") as opened:
@@ -141,6 +152,22 @@ def test_a_cast_of_the_weights_would_lose_them_and_is_refused(saved: Path, tmp_p
         ckpttool.convert(saved, tmp_path / "out.pt", to="full", dtype="fp32")
     ckpttool.convert(saved, tmp_path / "out.pt", to="full", dtype="fp32", only=["model"])
     ckpttool.convert(saved, tmp_path / "keep.pt", to="full", dtype="bf16")
+
+
+def test_states_by_number_as_fused_adam_saves_them(tmp_path: Path) -> None:
+    """`FusedAdam.state_dict()` numbers the parameters, and gives moments of any dtype in float32, without their scales."""
+    tree = state()
+    optim = tree.pop("optim")
+    group = {**optim["param_groups"][0], "params": list(range(len(SHAPES)))}
+    torch.save(
+        {**tree, "optimizer": {"state": dict(enumerate(optim["state"].values())), "param_groups": [group]}},
+        tmp_path / "a.pt",
+    )
+    ckpttool.convert(tmp_path / "a.pt", tmp_path / "out", to="dcp", world_size=3, dequantize=["*master*"])
+    with ckpttool.open(tmp_path / "out") as opened:
+        for n, master in masters().items():
+            assert same(opened[f"optim.state.{n}.master_param"].torch(), master)
+            assert same(opened[f"optim.state.{n}.exp_avg"].torch(), optim["state"][n]["exp_avg"])
 
 
 def test_an_int16_tensor_that_fits_no_weight_is_no_remainder(tmp_path: Path) -> None:
@@ -233,7 +260,9 @@ def quantised(kind: str, shape: tuple[int, ...], seed: int = 0) -> tuple[Pickled
     numbers = codes.view(torch.float8_e4m3fn).float().reshape(rows, columns)
     if kind == "Float8Tensor":
         scale = torch.rand(1) + 0.01
-        return Pickled(kind, codes, DType.kFloat8E4M3, scale, torch.bfloat16, size, None), (numbers * scale).reshape(shape)
+        return Pickled(kind, codes, DType.kFloat8E4M3, scale, torch.bfloat16, size, None), (numbers * scale).reshape(
+            shape
+        )
     if kind == "MXFP8Tensor":
         scale = torch.randint(96, 140, padded(rows, -(-columns // 32), 128, 4), dtype=torch.uint8)
         scale[:1, 0] = 0
@@ -257,7 +286,22 @@ def quantised(kind: str, shape: tuple[int, ...], seed: int = 0) -> tuple[Pickled
     amax = torch.rand(rows if row_scaled else 1) * 9
     factor = torch.tensor(1.0) / torch.tensor(6.0 * most)
     wide = (scale[:rows].float() * amax.reshape(-1, 1) * factor).repeat_interleave(16, 1)[:, :columns]
-    args = (size, pairs, scale.view(torch.uint8), None, None, amax, None, DType.kFloat4E2M1, torch.bfloat16, None, False, row_scaled, False, most)
+    args = (
+        size,
+        pairs,
+        scale.view(torch.uint8),
+        None,
+        None,
+        amax,
+        None,
+        DType.kFloat4E2M1,
+        torch.bfloat16,
+        None,
+        False,
+        row_scaled,
+        False,
+        most,
+    )
     return Pickled("NVFP4Tensor", *args), (table[both.long()] * wide).reshape(shape)
 
 
@@ -321,8 +365,15 @@ def test_parts_of_ranks_in_dcp(kind: str, tmp_path: Path) -> None:
     """Three ranks, whose scales are padded each for itself."""
     parts = [quantised(kind, (43, 64), i) for i in range(3)]
     if kind == "Float8Tensor":  # the ranks of FSDP2 share a scale
-        parts = [(Pickled(p.kind, *p.args[:2], parts[0][0].args[2], *p.args[3:]), t / p.args[2] * parts[0][0].args[2]) for p, t in parts]
-    whole = torch.cat([p.args[0].view(torch.float8_e4m3fn).float() * p.args[2] for p, _ in parts]) if kind == "Float8Tensor" else torch.cat([t for _, t in parts])
+        parts = [
+            (Pickled(p.kind, *p.args[:2], parts[0][0].args[2], *p.args[3:]), t / p.args[2] * parts[0][0].args[2])
+            for p, t in parts
+        ]
+    whole = (
+        torch.cat([p.args[0].view(torch.float8_e4m3fn).float() * p.args[2] for p, _ in parts])
+        if kind == "Float8Tensor"
+        else torch.cat([t for _, t in parts])
+    )
     write_dcp(tmp_path / "in", {"model.w": [p for p, _ in parts]}, {"model.w": (129, 64)})
     ckpttool.convert(tmp_path / "in", tmp_path / "same", to="dcp", world_size=3)
     for rank, (part, _) in enumerate(parts):
@@ -347,6 +398,30 @@ def test_parts_of_ranks_in_dcp(kind: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("_engine")
+def test_moments_in_fp8_are_objects_with_their_scale(tmp_path: Path) -> None:
+    """FusedAdam(exp_avg_dtype=torch.uint8), whose `optimizer.state` was saved as it is."""
+    moments = {n: quantised("Float8Tensor", (8, 16), k) for k, n in enumerate(("exp_avg", "exp_avg_sq"))}
+    for q, _ in moments.values():
+        q.args = (*q.args[:3], torch.float32, *q.args[4:])
+    second, numbers = moments["exp_avg_sq"]  # which are squares
+    second.args = (second.args[0] & 0x7F, *second.args[1:])
+    moments["exp_avg_sq"] = second, numbers.abs()
+    slots = {n: q for n, (q, _) in moments.items()}
+    group = {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.0, "step": 3, "params": ["w"]}
+    torch.save(
+        {"model": {"w": torch.randn(8, 16)}, "optim": {"state": {"w": slots}, "param_groups": [group]}},
+        tmp_path / "a.pt",
+    )
+    with pytest.raises(
+        Unsupported, match=r'"optim.state.w.exp_avg" is a transformer_engine Float8Tensor .*dequantize='
+    ):
+        ckpttool.convert(tmp_path / "a.pt", tmp_path / "no", to="zero3", world_size=2)
+    ckpttool.convert(tmp_path / "a.pt", tmp_path / "zero", to="zero3", world_size=2, dequantize=["optim.*"])
+    with ckpttool.open(tmp_path / "zero") as found:
+        assert all(same(found[f"optim.state.w.{n}"].torch(), t) for n, (_, t) in moments.items())
+
+
+@pytest.mark.usefixtures("_engine")
 def test_what_has_no_numbers_that_are_known_is_refused_by_name(tmp_path: Path) -> None:
     swizzled, _ = quantised("MXFP8Tensor", (64, 64))
     swizzled.args = (*swizzled.args[:-1], True)
@@ -356,7 +431,12 @@ def test_what_has_no_numbers_that_are_known_is_refused_by_name(tmp_path: Path) -
     columns.args = (columns.args[0], None, None, *columns.args[1:3], *columns.args[5:])
     odd, _ = quantised("Float8Tensor", (8, 8))
     odd.args = (odd.args[0], DType.kFloat4E2M1, *odd.args[2:])
-    cases = {"swizzled for a product": swizzled, r"its scales are \[1, 4\]": short, "columns alone": columns, "dtype is 10": odd}
+    cases = {
+        "swizzled for a product": swizzled,
+        r"its scales are \[1, 4\]": short,
+        "columns alone": columns,
+        "dtype is 10": odd,
+    }
     for text, tensor in cases.items():
         torch.save({"model": {"w": tensor}}, tmp_path / "a.pt")
         with pytest.raises(CkpttoolError, match=text):

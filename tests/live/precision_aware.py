@@ -21,7 +21,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from fixtures.megatron import jobs
 
 jobs.on_cpu()
-import torch
+import torch  # noqa: E402
 
 
 class FusedAdam(torch.optim.Optimizer):
@@ -31,7 +31,10 @@ class FusedAdam(torch.optim.Optimizer):
                  bias_correction: bool = True, adam_w_mode: bool = True, master_weights: bool = False, master_weight_dtype: Any = torch.float32,
                  exp_avg_dtype: Any = torch.float32, exp_avg_sq_dtype: Any = torch.float32, use_decoupled_grad: bool = False,
                  store_param_remainders: bool = False) -> None:  # fmt: skip
-        super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "bias_correction": bias_correction})
+        super().__init__(
+            params,
+            {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "bias_correction": bias_correction},
+        )
         self.remainders = store_param_remainders
         self.dtypes = {"exp_avg": exp_avg_dtype, "exp_avg_sq": exp_avg_sq_dtype, "master_param": master_weight_dtype}
         self.scales: dict[Any, dict[str, Any]] = {}
@@ -61,7 +64,9 @@ class FusedAdam(torch.optim.Optimizer):
     def initialize_state(self, p: Any, store_param_remainders: bool = False) -> None:
         for name in ("exp_avg", "exp_avg_sq"):
             self.set_scaled_state(p, name, torch.zeros(p.shape))
-        master = torch.zeros(p.shape, dtype=torch.int16) if self.has_remainder(p, "master_param") else p.detach().float()
+        master = (
+            torch.zeros(p.shape, dtype=torch.int16) if self.has_remainder(p, "master_param") else p.detach().float()
+        )
         self.set_scaled_state(p, "master_param", master)
 
     @torch.no_grad()
@@ -83,7 +88,9 @@ class FusedAdam(torch.optim.Optimizer):
                 else:
                     master = low.float()
                 first, second = b1 * first + (1 - b1) * grad, b2 * second + (1 - b2) * grad * grad
-                update = first / (1 - b1 ** group["step"]) / ((second / (1 - b2 ** group["step"])).sqrt() + group["eps"])
+                update = (
+                    first / (1 - b1 ** group["step"]) / ((second / (1 - b2 ** group["step"])).sqrt() + group["eps"])
+                )
                 master = master - group["lr"] * (update + group["weight_decay"] * master)
                 if low.dtype == torch.int16:
                     bits = master.contiguous().view(torch.int32)

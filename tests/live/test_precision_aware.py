@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from ranks import torchrun
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 import ckpttool
 
@@ -42,7 +42,9 @@ def truth(saved: Path, case: str) -> dict[str, torch.Tensor]:
     """What the ranks held: weights, moments as they compute with them, and masters, joined here where they are remainders."""
     out = load_file(saved / f"{case}.safetensors")
     for name, low in [(n, t) for n, t in out.items() if n.startswith("master.") and t.dtype == torch.int16]:
-        high = out[f"model.{name.removeprefix('master.')}"].view(torch.int16).to(torch.int32) - (low < 0).to(torch.int32)
+        high = out[f"model.{name.removeprefix('master.')}"].view(torch.int16).to(torch.int32) - (low < 0).to(
+            torch.int32
+        )
         out[name] = ((high << 16) | (low.to(torch.int32) & 0xFFFF)).view(torch.float32)
     return out
 
@@ -67,7 +69,7 @@ def test_masters_and_moments_of_the_ranks_are_there_exactly(saved: Path, to: str
             saved / case, tmp_path / case, to=to, world_size=None if to == "full" else 2,
             only=["model", "optim", "extra"] if to == "zero3" else None,
         )  # fmt: skip
-        joined = case == "fully_reshardable-halves" or (case.endswith("halves") and to == "zero3")
+        joined = case == "fully_reshardable-halves" or (case.endswith("halves") and to in ("zero3", "megatron"))
         assert any("joined from bf16 weights and int16" in n for n in done.notes) == joined
         assert any("named by the order of the model" in n for n in done.notes) == (case == "dp_reshardable-halves")
         with ckpttool.open(tmp_path / case) as found:
@@ -76,3 +78,16 @@ def test_masters_and_moments_of_the_ranks_are_there_exactly(saved: Path, to: str
                 wanted = {n: t for n, t in wanted.items() if not n.startswith("model.")}
             assert differing(found, wanted, "model" if to == "zero3" else "extra.master") == []
         ckpttool.verify(tmp_path / case, read_data=True)
+
+
+def test_megatron_core_loads_the_joined_masters_at_another_tensor_parallel_size(saved: Path, tmp_path: Path) -> None:
+    """With torch's AdamW, whose masters are fp32: no job loads remainders out of fully_reshardable."""
+    case = "dp_reshardable-halves"
+    ckpttool.convert(saved / case, tmp_path / "out", to="megatron", world_size=2)
+    save_file(truth(saved, case), tmp_path / "truth.safetensors")
+    how = {"bf16": True, "tp": 2, "padded": 144}
+    job = {"checkpoint": str(tmp_path / "out"), "truth": str(tmp_path / "truth.safetensors"), "how": how}
+    (tmp_path / "cases.json").write_text(json.dumps([job]))
+    said = torchrun(2, "megatron_resume.py", str(tmp_path / "cases.json"))
+    (found,) = json.loads((tmp_path / "cases.json").read_text())
+    assert found.get("different") == [], said[-4000:]

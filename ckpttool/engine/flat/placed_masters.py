@@ -3,8 +3,9 @@ FSDP1).
 
     model.w bfloat16, extra.master.w float32     ->     model.w float32, `rounded` bfloat16
 
-Megatron-Core and nanotron save both, and so does TransformerEngine's FusedAdam, as optim.state.w.master_param. The engine gets the masters, and the weights follow from them by rounding, bit for
-bit: that is proved here, reading both. So nothing is lost where only the masters are written.
+Megatron-Core and nanotron save both, and so does TransformerEngine's FusedAdam, as optim.state.w.master_param. The
+engine gets the masters, and the weights follow from them by rounding, bit for bit: that is proved here, reading both.
+So nothing is lost where only the masters are written.
 """
 
 from __future__ import annotations

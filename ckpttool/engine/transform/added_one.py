@@ -60,8 +60,8 @@ def add_one_to_norms(
     masters = {n: m for n in weights if (m := tensors.get(joined(("extra", "master", n)))) is not None}
     if odd := next((n for n, m in masters.items() if m.dtype not in FLOATING), None):
         raise Unsupported(
-            f'"{odd}" has a master that is {masters[odd].dtype}, a remainder of the weight, to which no 1 can be added. '
-            f"{argument('dequantize', ['*master*'])} joins both first.",
+            f'"{odd}" has a master that is {masters[odd].dtype}, a remainder of the weight, to which no 1 can be '
+            f"added. {argument('dequantize', ['*master*'])} joins both first.",
             code="CKPT0318",
         )
     every = [*weights.values(), *masters.values()]

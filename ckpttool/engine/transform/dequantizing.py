@@ -18,7 +18,7 @@ import fnmatch
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from math import prod
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from ...errors import Corrupt, Unsupported, UsageError, argument
 from ...huggingface.encodings import Encoded, Encodings

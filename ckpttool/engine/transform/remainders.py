@@ -1,5 +1,5 @@
-"""Masters of TransformerEngine's FusedAdam that are stored as remainders (`store_param_remainders`): the bf16 weight has
-the upper half of an fp32 number, and an int16 tensor beside it the lower half.
+"""Masters of TransformerEngine's FusedAdam that are stored as remainders (`store_param_remainders`): the bf16 weight
+has the upper half of an fp32 number, and an int16 tensor beside it the lower half.
 
     model.w bfloat16, optim.state.w.master_param int16     ->     optim.state.w.master_param float32, exact
 
@@ -71,8 +71,8 @@ def describe_remainders(found: Iterable[str]) -> list[str]:
     """Return a sentence on masters that stay remainders; none where there are no such. `found` is their names."""
     names = list(found)
     return names and [
-        f'{len(names):,} fp32 masters, first "{names[0]}", stay as they are stored: int16 remainders of the bf16 weights '
-        "(store_param_remainders of TransformerEngine), which only a job with the same setting reads; "
+        f'{len(names):,} fp32 masters, first "{names[0]}", stay as they are stored: int16 remainders of the bf16 '
+        "weights (store_param_remainders of TransformerEngine), which only a job with the same setting reads; "
         f"{argument('dequantize', ['*master*'])} joins weight and remainder into the exact fp32 number"
     ]
 
@@ -103,7 +103,7 @@ def add_joined_masters(
         tensors[name] = TensorEntry("float32", t.shape, t.path, Chunks.whole(t.shape, *place))
     files.working_bytes += reader.working_bytes
     note = (
-        f"{len(chosen):,} fp32 masters, first \"{next(iter(chosen))}\", are joined from bf16 weights and int16 "
+        f'{len(chosen):,} fp32 masters, first "{next(iter(chosen))}", are joined from bf16 weights and int16 '
         "remainders, exactly; any two fit together, so nothing proves that both are of the same step"
     )
     left = ckpt.numeric_remainders - chosen.keys()

@@ -1,12 +1,12 @@
-"""The numbers of TransformerEngine's quantised tensors, as its own `dequantize()` has them: in float32, with one rounding
-to the dtype that is asked for at the end.
+"""The numbers of TransformerEngine's quantised tensors, as its own `dequantize()` has them: in float32, with one
+rounding to the dtype that is asked for at the end.
 
     Float8Tensor             data x fp8_scale_inv, one number for a tensor
     MXFP8Tensor              rowwise_data x 2^(rowwise_scale_inv - 127), 32 numbers of a row each
-    Float8BlockwiseQTensor   rowwise_data x rowwise_scale_inv, blocks of 128 x 128, or 128 numbers of a row each; then the
-                             scales are transposed
-    NVFP4Tensor              two codes a byte, the lower half first, x (rowwise_scale_inv x amax_rowwise / (6 x 448)), 16
-                             numbers of a row each; amax is of the tensor or of a row
+    Float8BlockwiseQTensor   rowwise_data x rowwise_scale_inv, blocks of 128 x 128, or 128 numbers of a row each; then
+                             the scales are transposed
+    NVFP4Tensor              two codes a byte, the lower half first, x (rowwise_scale_inv x amax_rowwise / (6 x 448)),
+                             16 numbers of a row each; amax is of the tensor or of a row
 
 Scales are padded; what is behind those of the last row and column counts for nothing. A page is some rows, with the
 scales of these.
@@ -16,7 +16,7 @@ Source: TransformerEngine 2.20, pytorch/tensor/storage, common/cast/{fp8,mxfp8,n
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from math import prod
 from typing import TYPE_CHECKING, Any
 
@@ -125,7 +125,9 @@ def _find_problem(
     needed = (-(-rows // tall), -(-columns // wide))
     if any(a < b for a, b in zip(scale.shape[::-1] if flat else scale.shape, needed, strict=True)):
         return f"its scales are {list(scale.shape)}"
-    if packed and (amax is None or amax.dtype != "float32" or amax.numel != (rows if state.get("row_scaled_nvfp4") else 1)):
+    if packed and (
+        amax is None or amax.dtype != "float32" or amax.numel != (rows if state.get("row_scaled_nvfp4") else 1)
+    ):
         return "it has not one amax for the tensor, or for each row"
     return ""
 
