@@ -399,7 +399,8 @@ class WriteRequest:
         None,
         "Write quantised tensors whose names match as plain numbers; may be repeated. Weights (fp8, int8, int4, nvfp4, "
         "mxfp4, mxfp8) have the numbers of the library that made them, in the dtype of --dtype or of the model: '*'. "
-        "torchao's 8-bit, 4-bit and fp8 optimizers become float32; to move to plain AdamW: 'optim.*'.",
+        "torchao's 8-bit, 4-bit and fp8 optimizers become float32; to move to plain AdamW: 'optim.*'. Masters that are "
+        "stored as remainders of bf16 weights become float32: '*master*'.",
         metavar="GLOB",
         repeated=True,
     )

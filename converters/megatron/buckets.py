@@ -102,7 +102,8 @@ def resolve_bucket_names(ckpt: Checkpoint, source: Source) -> tuple[dict[Path, T
         _fit_whole_model(found, weights)
         notes = [
             "the optimizer's segments have no names in this format (dp_reshardable), and its masters are remainders, "
-            "which tell no weight by their values; they were named by the order of the model, which fits all of their sizes"
+            "which tell no weight by their values; they were named by the order of the model, which fits all of their "
+            "sizes"
         ]
         return entries_of_parameters(found, weights, source, ckpt, notes), notes
     _find_segments(found, weights, source, ckpt)
@@ -260,8 +261,8 @@ def _fit_whole_model(found: list[Bucket], weights: Mapping[str, TensorEntry]) ->
         first = found[0]
         raise Unsupported(
             f'"{first.name}.param" is {first.param.dtype}: remainders of the weights (store_param_remainders), which '
-            f"name no parameter, and the order of the model fits the buckets {'in several ways' if fits else 'nowhere'}. "
-            "Save with store_param_remainders=False, or convert the weights alone.",
+            f"name no parameter, and the order of the model fits {'several ways' if fits else 'nowhere'}. Save with "
+            "store_param_remainders=False, or convert the weights alone.",
             code="CKPT0327",
         )
     for b, segments in zip(found, fits[0], strict=True):

@@ -81,7 +81,8 @@ def join_halves(weight: Array, remainder: Array) -> Array:
     """Return the fp32 masters of bf16 weights and their int16 remainders, exactly; all three are of equal lengths, and
     `weight` is bf16 numbers in any dtype of two bytes."""
     low = remainder.view("u2")
-    return ((weight.view("u2") - (low >> 15)).astype("u4") << 16 | low).view("f4")
+    out: Array = ((weight.view("u2") - (low >> 15)).astype("u4") << 16 | low).view("f4")
+    return out
 
 
 def add_joined_masters(
