@@ -135,7 +135,8 @@ class DistCheckpointing:
             replace_unnamed_optimizer(out, named, notes, asked)
         from ckpttool.engine.transform.masters import find_numeric_remainders
 
-        out.numeric_remainders = find_numeric_remainders(out, source)
+        if source.patched is None:
+            out.numeric_remainders = find_numeric_remainders(out, source)
         return out
 
 

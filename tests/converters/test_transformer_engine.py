@@ -19,12 +19,15 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from ckpttool.converters.megatron.buckets import Bucket, LocalBoxes
+from ckpttool.converters.megatron.buckets import _fit_whole_model as fit_whole_model
 from safetensors.torch import load_file
 from torch import Tensor
 
 import ckpttool
 from ckpttool.engine.transform.remainders import join_halves
 from ckpttool.errors import CkpttoolError, Corrupt, Unsupported
+from ckpttool.index.checkpoint import Chunks, TensorEntry
 
 SHAPES = {
     "embed.weight": (131, 9),
@@ -152,6 +155,64 @@ def test_a_cast_of_the_weights_would_lose_them_and_is_refused(saved: Path, tmp_p
         ckpttool.convert(saved, tmp_path / "out.pt", to="full", dtype="fp32")
     ckpttool.convert(saved, tmp_path / "out.pt", to="full", dtype="fp32", only=["model"])
     ckpttool.convert(saved, tmp_path / "keep.pt", to="full", dtype="bf16")
+
+
+def test_masters_in_fp32_are_the_weights_of_engines_and_the_copies_of_megatron(tmp_path: Path) -> None:
+    """FusedAdam(master_weights=True); and its remainders, for Megatron-Core, which loads fp32 alone."""
+    tree = state()
+    torch.save(tree, tmp_path / "halves.pt")
+    for n, slots in tree["optim"]["state"].items():
+        slots["master_param"] = masters()[n]
+    torch.save(tree, tmp_path / "wide.pt")
+    ckpttool.convert(tmp_path / "wide.pt", tmp_path / "zero", to="zero3", world_size=3, drop=True)
+    with ckpttool.open(tmp_path / "zero") as opened:
+        assert all(same(opened[f"model.{n}"].torch(), master) for n, master in masters().items())
+    for source in ("wide", "halves"):
+        ckpttool.convert(tmp_path / f"{source}.pt", tmp_path / source, to="megatron", world_size=3)
+        with ckpttool.open(tmp_path / source) as opened:
+            assert all(same(opened[f"extra.master.{n}"].torch(), master) for n, master in masters().items())
+            assert not any("master_param" in n for n in opened)
+    tree["optim"]["state"]["embed.weight"]["master_param"] += 1  # of another step
+    torch.save(tree, tmp_path / "odd.pt")
+    with pytest.raises(Unsupported, match="1 of 4 fp32 masters do not round to the weights"):
+        ckpttool.convert(tmp_path / "odd.pt", tmp_path / "no", to="zero3", world_size=3, drop=True)
+
+
+def bucket(name: str, sizes: list[int]) -> Bucket:
+    """A bucket of remainders: parameters of these sizes, each at a multiple of 64, with the gaps between them."""
+    chunks, at = Chunks(1), 0
+    for n in sizes:
+        for k in (n, -n % 64):
+            if k:
+                chunks.add((at,), (k,), 0, 0, 2 * k)
+            at += k
+    return Bucket(f"{name}.gbuf_idx_0.dtype_x.bucket_idx_0", name, {"param": TensorEntry("int16", (at,), (), chunks)})
+
+
+def test_buckets_of_remainders_are_named_only_where_all_of_the_model_fits_in_one_way() -> None:
+    def weight(name: str, *parts: tuple[int, ...]) -> TensorEntry:
+        chunks, rows = Chunks(len(parts[0])), 0
+        for shape in parts:
+            chunks.add((rows, *(0 for _ in shape[1:])), shape, 0, 0, 0)
+            rows += shape[0]
+        return TensorEntry("bfloat16", (rows, *parts[0][1:]), ("model", name), chunks)
+
+    model = {t.path[1]: t for t in (weight("a", (70, 2), (70, 2)), weight("norm", (9,)), weight("b", (5, 3), (5, 3)))}
+    groups = [bucket(f"group_{k}", [15, 9, 140]) for k in range(2)]
+    fit_whole_model(groups, model)
+    for rank, b in enumerate(groups):
+        assert [(s.first, s.last, s.chosen.weight) for s in b.segments if s.chosen] == [
+            (0, 15, "b"), (64, 73, "norm"), (128, 268, "a"),
+        ]  # fmt: skip
+        assert b.segments[0].chosen == LocalBoxes("b", (((5 * rank, 0), (5, 3)),))
+    stages = [bucket("group_0", [9, 280]), bucket("group_1", [30])]
+    fit_whole_model(stages, model)
+    assert [s.chosen.weight for b in stages for s in b.segments if s.chosen] == ["norm", "a", "b"]
+    for sizes in ([15, 9, 139], [9, 15, 140], [15, 9], [15, 9, 140, 9]):
+        with pytest.raises(Unsupported, match="the order of the model fits nowhere"):
+            fit_whole_model([bucket(f"group_{k}", sizes) for k in range(2)], model)
+    with pytest.raises(Unsupported, match="fits nowhere"):
+        fit_whole_model([bucket("group_0", [8])], {"experts.w": weight("experts.w", (2, 4))})
 
 
 def test_states_by_number_as_fused_adam_saves_them(tmp_path: Path) -> None:
