@@ -295,12 +295,13 @@ class OpenOptions:
     salvage: bool = False  # what is left of a damaged checkpoint: engine/salvage.py
     merge: MergeRequest | None = None  # with an adapter merged into it: engine/merging.py
     average: AverageRequest | None = None  # averaged with others: engine/averaging.py
+    apply: Iterable[str] | None = None  # with deltas applied to its weights, in this order: engine/patching.py
     fill_from: str | os.PathLike[str] | None = (
         None  # another checkpoint of the run, which has what is lost: engine/fill_from.py
     )
 
     def __post_init__(self) -> None:
-        for name in ("only", "drop_matching", "wrap"):
+        for name in ("only", "drop_matching", "wrap", "apply"):
             value = getattr(self, name)
             if isinstance(value, str):
                 raise UsageError(
@@ -315,6 +316,12 @@ class OpenOptions:
             raise UsageError(
                 f"{argument('weights', self.weights)} makes a model of weights alone; it goes with neither "
                 f"{argument('salvage', True)} nor components other than the model in {argument('only')}.",
+                code="CKPT0204",
+            )
+        if self.apply and (self.salvage or self.weights is not None):
+            raise UsageError(
+                f"{argument('apply', self.apply)} changes the weights of a whole checkpoint; it goes with neither "
+                f"{argument('salvage', True)} nor {argument('weights')}.",
                 code="CKPT0204",
             )
         if self.fill_from is not None and not self.salvage:
@@ -631,6 +638,7 @@ class PlanKeywords(_Writing, OpenKeywords, total=False):
     weights: str | None
     salvage: bool
     fill_from: str | os.PathLike[str] | None
+    apply: Iterable[str] | None
 
 
 class ConvertKeywords(PlanKeywords, _Running, total=False):

@@ -116,6 +116,14 @@ def convert(
             "--fill-from", help="With --salvage: another step of the same run, for what is lost.", metavar="PATH"
         ),
     ] = None,
+    deltas: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--apply",
+            help="A delta of weights, or a folder of them, to apply; may be repeated, in order.",
+            metavar="DELTA",
+        ),
+    ] = None,
     dry_run: Annotated[
         bool,
         typer.Option(
@@ -146,7 +154,7 @@ def convert(
             code="CKPT0204",
         )
     src = find_newest(src, latest, quiet or as_json)
-    reading = replace(reading, salvage=salvage, fill_from=fill_from)
+    reading = replace(reading, salvage=salvage, fill_from=fill_from, apply=deltas)
     # the layout, and its own options
     if for_ is not None:
         to, own = _of_trainer(for_, writing.to)

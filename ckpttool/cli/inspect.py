@@ -14,6 +14,7 @@ from ..options import OpenOptions, SizeRequest
 from ..printable import count_noun
 from .completion import complete_name
 from .help import READING, about
+from .results import print_delta
 from .shared_options import NameMap, Workers, add_shared_options, pick_keywords
 from .terminal import (
     Json,
@@ -83,6 +84,7 @@ def inspect(
 ) -> None:
     """Show what a checkpoint contains, what it lacks, and what loads it; reads headers only."""
     from ..engine import inspect as look
+    from ..engine.deltas import summarise_deltas
     from ..engine.discover.detection import Checkpoints
     from ..engine.opening import open_checkpoint
 
@@ -94,6 +96,9 @@ def inspect(
     if html is None and (unused := [name for name, value in given.items() if value]):
         said = f"{argument(unused[0], True)} is about the page. Give {argument('html')} FILE, too."
         raise UsageError(said, code="CKPT0204")
+    if (delta := summarise_deltas(path)) is not None:
+        print_delta(delta, as_json)
+        return
     try:
         options = replace(reading, allow_equal_ranks=True, allow_mixed_steps=True)
         # a map looks at the config, whatever the layout

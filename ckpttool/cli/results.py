@@ -5,12 +5,13 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from ..printable import count_noun
-from .terminal import Meter, describe_memory, note, say
+from .terminal import Meter, describe_memory, note, print_json, say
 
 if TYPE_CHECKING:
     from ..engine.conversion import ConvertResult
+    from ..engine.deltas import DeltaSummary
 
-__all__ = ["describe_read_back", "print_notes", "print_result"]
+__all__ = ["describe_read_back", "print_delta", "print_notes", "print_result"]
 
 
 def print_notes(notes: list[str], quiet: bool) -> None:
@@ -23,6 +24,14 @@ def describe_read_back(done: ConvertResult) -> str:
     """Return a text that says whether a result was read back, and proven to compute the same, for the end of a line."""
     proven = "" if done.proof is None else f", logits differ from the source's by {done.proof['largest']:.3g}"
     return (", read back and equal" if done.verified else ", not read back") + proven
+
+
+def print_delta(delta: DeltaSummary, as_json: bool) -> None:
+    """Print what a delta is."""
+    if as_json:
+        print_json(delta.to_json())
+    for line in () if as_json else delta.lines():
+        say(line)
 
 
 def print_result(done: ConvertResult, source: str, meter: Meter, quiet: bool, more: str = "") -> None:

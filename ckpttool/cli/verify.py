@@ -8,7 +8,7 @@ import typer
 
 from ..options import OpenOptions
 from .help import READING, about
-from .results import print_notes
+from .results import print_delta, print_notes
 from .shared_options import Workers, add_shared_options, pick_keywords
 from .terminal import (
     Json,
@@ -48,9 +48,15 @@ def verify(
     quiet: Quiet = False,
 ) -> None:
     """Check that a checkpoint, or a download of one, is complete, and with --read-data every byte of it."""
+    from ..engine.deltas import summarise_deltas
     from ..engine.verification import verify as check
 
     path = find_newest(path, latest, quiet or as_json)
+    with Meter(quiet) as meter:
+        delta = summarise_deltas(path, read_data, meter)
+    if delta is not None:
+        print_delta(delta, as_json)
+        return
     with Meter(quiet) as meter:
         found = check(
             path,

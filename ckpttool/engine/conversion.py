@@ -134,6 +134,8 @@ def convert(src: CheckpointPath, dst: str | os.PathLike[str], **keywords: Unpack
             `like`, `flat_layout` and `wrap` also describe the model to the layout that is written.
         salvage: of a damaged source, write what is whole; ckpttool.json lists what is exact, rebuilt and missing.
         fill_from: with `salvage`, another step of the same run, for what is lost.
+        apply: deltas of SkyRL, TRL or ModelExpress, or folders of them, to apply to the weights in this order; nothing
+            but weights is in the result.
         strip_wrappers: dcp and full: leave prefixes of wrappers ("_orig_mod.", "module.") out of the source's own keys.
         vocab_size: rows of the embedding and the output layer, with their moments: more are zeros, and rows are cut
             only if nothing was learned in them.

@@ -79,6 +79,7 @@ def with_absolute_paths(reading: OpenOptions) -> OpenOptions:
         like=absolute(reading.like),
         flat_layout=absolute(reading.flat_layout),
         fill_from=absolute(reading.fill_from),
+        apply=reading.apply and [str(absolute(path)) for path in reading.apply],
     )
 
 

@@ -63,6 +63,7 @@ from .fill_from import fill_from_other
 from .map_choice import apply_name_map, read_map_text
 from .merging import open_merged
 from .opening import CheckpointPath, MergedCheckpoint, OpenCheckpoint, model_of, open_checkpoint, refuse_unused
+from .patching import open_patched
 from .plan_files import plan_id, save_plan, with_absolute_paths
 from .transform.changing import change_tensors
 from .transform.dequantizing import dequantize
@@ -696,6 +697,8 @@ def _open_source(
     """
     if reading.average is not None:
         return open_average(src, replace(reading, average=None), reading.average, model)
+    if reading.apply:
+        return open_patched(src, reading, model)
     if reading.merge is not None:
         return open_merged(src, replace(reading, merge=None), reading.merge, model)
     try:

@@ -33,6 +33,7 @@ from typing import Any
 from ckpttool import bounded_json
 from ckpttool.errors import Corrupt, IncompleteWeights, Unsafe, Unsupported
 from ckpttool.formats import other_files, safetensors_header
+from ckpttool.formats.deltas import refuse_delta
 from ckpttool.huggingface import hub_names, model_files
 from ckpttool.index.checkpoint import Checkpoint, Chunk, Chunks, Extent, Path, Salvage, TensorEntry, joined
 from ckpttool.index.fqns import strip_wrappers
@@ -103,6 +104,7 @@ def read(where: Place, options: ReadOptions) -> Checkpoint:
         Unsupported: an index names other files than model.safetensors, which is there too.
     """
     source, file = where
+    refuse_delta(source, file)
     names = [file] if file is not None else source.list()
     own = [n for n in names if not (n.endswith(".safetensors") and _is_foreign(source, n))]
     if own != names:

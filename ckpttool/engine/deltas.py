@@ -1,0 +1,167 @@
+"""Find the deltas at a path, put them in the order in which they are applied, and describe them: what `inspect` and
+`verify` say of one, and what `--apply` begins with."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, field
+from typing import TYPE_CHECKING
+
+from .. import layouts
+from ..errors import Unsupported
+from ..formats.delta_streams import check_payload
+from ..formats.deltas import Delta, find_delta, find_deltas_below
+from ..options import Progress, silent
+from ..printable import Shown, count_noun, list_first
+from ..storage import urls
+from .discover.unread_files import human
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+__all__ = ["DeltaSummary", "find_deltas", "order_chain", "summarise_deltas"]
+
+
+def find_deltas(where: layouts.Place, shown: str) -> list[Delta]:
+    """Find the delta that a place is, or those in a folder in the order in which they are applied; [] where there are
+    none.
+
+    Args:
+        shown: its path, for messages.
+
+    Raises:
+        Corrupt, Unsafe, Unsupported: one cannot be read, or those of a folder are no chain.
+    """
+    found = find_delta(where.source, where.file, shown)
+    if found is not None:
+        return [found]
+    return [] if where.file is not None else order_chain(find_deltas_below(where.source, shown), shown)
+
+
+def order_chain(deltas: list[Delta], where: str) -> list[Delta]:
+    """Return the deltas of a folder in the order in which they are applied: each one on the version before it.
+
+    Raises:
+        Unsupported: they are of several programs, have no versions, or one is missing or there twice.
+    """
+    if len(deltas) < 2:
+        return deltas
+    programs, versions = {d.program for d in deltas}, [d.version for d in deltas]
+    if len(programs) > 1 or None in versions or len(set(versions)) < len(versions):
+        why = "of several programs" if len(programs) > 1 else "without a version, or two of one version"
+        raise Unsupported(
+            f"{where} holds deltas {why}: {list_first([d.where for d in deltas], 4)}. Give them one by one, in order.",
+            code="CKPT0342",
+        )
+    bases = {d.version: _base_of(d) for d in deltas}
+    first = [d for d in deltas if bases[d.version] not in bases]
+    after = {bases[d.version]: d for d in deltas}
+    chain = first[:1]
+    while chain and chain[-1].version in after:
+        chain.append(after[chain[-1].version])
+    if len(chain) < len(deltas):
+        roots = sorted({f"{d.version} on {bases[d.version]}" for d in first})
+        raise Unsupported(
+            f"{where} holds {len(deltas)} deltas that are no chain: a version is missing, or several are made from "
+            f"one. They begin with {list_first(roots, 4)}. Fetch what is missing, or give those that belong together "
+            "one by one.",
+            code="CKPT0342",
+        )
+    return chain
+
+
+def _base_of(delta: Delta) -> str | None:
+    """Return the version that a delta is on: the one before it where the program does not write it."""
+    if delta.base_version is None and (delta.version or "").isdigit():
+        return str(int(str(delta.version)) - 1)
+    return delta.base_version
+
+
+@dataclass(repr=False)
+class DeltaSummary(Shown):
+    """What a delta, or a chain of deltas, is. Sizes are in bytes.
+
+    `deltas` has a row for each, in the order in which they are applied: path, version, base_version, tensors, bytes.
+    `checksums` is their kind, None where there are none; they are those of the tensors after the delta was applied.
+    `read` is whether every byte of the changes was decoded.
+    """
+
+    path: str
+    program: str
+    version: str | None
+    base_version: str | None
+    tensors: int
+    bytes: int
+    checksums: str | None
+    read: bool
+    deltas: list[dict[str, object]] = field(default_factory=list)
+
+    def to_json(self) -> dict[str, object]:
+        """Return plain data; "kind" is "delta"."""
+        return {"kind": "delta", **asdict(self)}
+
+    def lines(self) -> Iterator[str]:
+        """Yield what it is, what is in it, what was proved, and what to do with it."""
+        several = len(self.deltas) > 1
+        on = f" on version {self.base_version}" if self.base_version is not None else ""
+        version = f", version {self.version}{on}" if self.version is not None else ""
+        what = f"a chain of {len(self.deltas)} deltas" if several else "a delta"
+        yield f"{self.path}: {what} of {self.program}{version}, not a checkpoint"
+        for row in self.deltas if several else ():
+            yield f"  version {row['version']}  {count_noun(int(str(row['tensors'])), 'tensor')}  {row['path']}"
+        yield f"{count_noun(self.tensors, 'tensor')} changed, {human(self.bytes)}"
+        if self.read:
+            yield "ok: every change was decoded, and nothing is missing or left over"
+        if self.checksums is None:
+            yield "it has no checksums: what it is applied to can be compared by names and dtypes only"
+        else:
+            yield (
+                f"its checksums ({self.checksums}) are those of the tensors after it was applied, and are compared then"
+            )
+        yield f"next: ckpttool convert BASE OUT --apply {self.path}"
+
+
+def summarise_deltas(path: str, read_data: bool = False, progress: Progress = silent) -> DeltaSummary | None:
+    """Describe the delta or the chain of deltas at a path or URL; None where there is none.
+
+    Args:
+        read_data: decode all changes.
+        progress: called with (what is done, bytes done, bytes in all).
+
+    Raises:
+        Corrupt, Unsafe, Unsupported: it cannot be read, or a change is damaged.
+    """
+    where, shown = layouts.place(path), urls.display_path(path)
+    with where.source:
+        deltas = find_deltas(where, shown)
+        if not deltas:
+            return None
+        total, done = sum(p.stored_bytes for d in deltas for p in d.patches.values()), 0
+        for delta in deltas if read_data else ():
+            for patch in delta.patches.values():
+                progress("verify", done, total)
+                check_payload(delta, patch)
+                done += patch.stored_bytes
+        kinds = {p.checksum[0] for d in deltas for p in d.patches.values() if p.checksum}
+        kinds |= {"sha256 of all weights" for d in deltas if d.sha256}
+        return DeltaSummary(
+            path=shown,
+            program=deltas[0].program,
+            version=deltas[-1].version,
+            base_version=deltas[0].base_version,
+            tensors=len({n for d in deltas for n in d.patches}),
+            bytes=total,
+            checksums=", ".join(sorted(kinds)) or None,
+            read=read_data,
+            deltas=[_describe(d) for d in deltas],
+        )
+
+
+def _describe(delta: Delta) -> dict[str, object]:
+    """Return the row of a delta in a summary."""
+    return {
+        "path": delta.where,
+        "version": delta.version,
+        "base_version": delta.base_version,
+        "tensors": len(delta.patches),
+        "bytes": sum(p.stored_bytes for p in delta.patches.values()),
+    }

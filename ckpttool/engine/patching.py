@@ -1,0 +1,332 @@
+"""A checkpoint with deltas applied: its weights, of which those that change are computed when they are read.
+
+    base, 3 files    model.w  ------------------------------.
+    delta 1          the change of w: zstd of old XOR new --+-- ComputedSource: model.w, a block at a time
+    delta 2          the change of w ----------------------'
+
+Every layout writes such a checkpoint as any other. A program names weights as the folder of the Hub does that it was
+started from. So changes are found by the names that the base's files have, and then every chunk of the index that lies
+in the bytes of a weight that changes is moved to the computed bytes: tied weights and stacks of experts follow.
+"""
+
+from __future__ import annotations
+
+import os
+from bisect import bisect_right
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+from .. import layouts
+from ..bounded_json import parse
+from ..errors import CkpttoolError, Unsupported, UsageError, argument
+from ..formats.delta_streams import WORKING_BYTES, ChangeStream, open_stream, require_checksums
+from ..formats.deltas import Delta, TensorPatch
+from ..index.checkpoint import ITEMSIZE, Checkpoint, Chunks, TensorEntry
+from ..index.draft import Dropped
+from ..options import OpenOptions
+from ..printable import count_noun
+from ..storage import urls
+from ..storage.overlay import ComputedSource
+from ..storage.source import Source
+from .computed_files import BoxReader, ComputedFiles, choose_page
+from .deltas import find_deltas
+from .opening import CheckpointPath, MergedCheckpoint, OpenCheckpoint, open_checkpoint
+from .recorded import MOST_RECORD_BYTES, RECORD
+from .selecting import select_part, selection_of
+from .weights import forget_optimizer
+
+if TYPE_CHECKING:
+    from .copy.dtypes import Array
+
+__all__ = ["open_patched"]
+
+_LEFT = "a delta changes weights only, and this belongs to those of before"
+_OTHER = "Give the version that the delta was made from"
+
+
+def open_patched(src: CheckpointPath, options: OpenOptions, model: layouts.ModelHints) -> MergedCheckpoint:
+    """Open a checkpoint with the deltas of `options.apply` applied to its weights, in their order.
+
+    Args:
+        model: what `model_of(options)` returns.
+
+    Raises:
+        Unsupported: the base is another, or the deltas do not follow on each other.
+        CkpttoolError: one of them cannot be read.
+    """
+    whole = replace(options, apply=None, only=None, drop_matching=None, rename=None)
+    base = open_checkpoint(src, whole, model, False, needed=lambda component: component == "model")
+    with ExitStack() as keep:
+        keep.callback(base.source.close)
+        deltas, sources = list[Delta](), list[Source]()
+        for path in options.apply or ():
+            where = layouts.place(path)
+            sources.append(keep.enter_context(where.source))
+            deltas += _find_some(where, path)
+        _check_order(base, deltas)
+        made = _patch(base, deltas, sources)
+        asked = selection_of(options)
+        made = replace(made, selection=replace(asked, only=asked.only or ("model",)))
+        part = select_part(made, options.rename or {})
+        kept = ((part.renamed.get(n, n), there) for n, there in made.kept.items())
+        part.kept = {n: there for n, there in kept if n in part.checkpoint.tensors}
+        keep.pop_all()  # the checkpoint closes them
+        return part
+
+
+def _find_some(where: layouts.Place, path: str) -> list[Delta]:
+    """Find the deltas at a place, which was given as `path`.
+
+    Raises:
+        UsageError: there is none.
+        CkpttoolError: one cannot be read.
+    """
+    deltas = find_deltas(where, urls.display_path(path))
+    if not deltas:
+        raise UsageError(
+            f"{argument('apply', [path])}: no delta of SkyRL, TRL or ModelExpress is there, and none in its folders.",
+            code="CKPT0203",
+        )
+    for delta in deltas:
+        require_checksums(delta)
+    return deltas
+
+
+def _check_order(base: OpenCheckpoint, deltas: list[Delta]) -> None:
+    """Refuse deltas that do not follow on each other, or on a base that says which version it is.
+
+    Raises:
+        Unsupported: with the two versions.
+    """
+    program, have, whose = _read_applied(base)
+    for delta in deltas:
+        if delta.program == program and None not in (have, delta.base_version) and have != delta.base_version:
+            raise Unsupported(
+                f"{delta.where} is {delta.title}, and {whose} is version {have}. {_OTHER}, or the deltas between.",
+                code="CKPT0342",
+            )
+        program, have, whose = delta.program, delta.version, delta.where
+
+
+def _read_applied(base: OpenCheckpoint) -> tuple[str, str | None, str]:
+    """Return (program, version, path) of a base that was made by applying deltas, as its ckpttool.json says; ("", None,
+    "") where it says nothing."""
+    try:
+        text = base.source.read_all(RECORD, MOST_RECORD_BYTES) if base.folder and base.source.exists(RECORD) else b"{}"
+        last = parse(text, RECORD)["applied"]["deltas"][-1]
+        return str(last["program"]), None if last["version"] is None else str(last["version"]), base.location
+    except (CkpttoolError, TypeError, KeyError, IndexError):
+        return "", None, ""
+
+
+# ---------------------------------------------------------------------------------------------------------- the index
+
+
+def _patch(base: OpenCheckpoint, deltas: list[Delta], sources: list[Source]) -> MergedCheckpoint:
+    """Make the index of the base with deltas applied; nothing is computed yet. `sources` have the files of the deltas.
+
+    Raises:
+        Unsupported: a change does not fit its weight.
+    """
+    stored = base.checkpoint
+    located = base.locate()
+    forget_optimizer(base)
+    named = _choose_names(stored, located, deltas)
+    steps: dict[str, list[tuple[Delta, TensorPatch]]] = {}
+    for delta in deltas:
+        for name, patch in delta.patches.items():
+            _refuse_misfit(base, delta, patch, named[name])
+            steps.setdefault(name, []).append((delta, patch))
+    files, reader = ComputedFiles(located), BoxReader(located, base.source)
+    moves, whole = _Moves(), dict[str, TensorEntry]()
+    for name, changes in steps.items():
+        t = named[name]
+        if not t.numel:
+            continue
+        tensor = _Patched(name, t, reader, changes)
+        place = files.add(f"{name} (patched)", t.dtype, t.shape, tensor.compute, choose_page([t]), ITEMSIZE[t.dtype])
+        if len(t.chunks) == 1 and not t.chunks.strides:
+            moves.add(t.chunks[0].extent, place.file)
+        else:
+            whole[name] = replace(t, chunks=Chunks.whole(t.shape, *place))
+    tensors, places = dict[str, TensorEntry](), {_place(named[name]): name for name in whole}
+    for n, t in ((n, t) for n, t in located.tensors.items() if t.component == "model"):
+        of = places.get(_place(t))
+        tensors[n] = moves.apply(t) if of is None else replace(t, chunks=whole[of].chunks)
+    computed = frozenset(n for n, t in tensors.items() if t is not located.tensors[n])
+    most = max((len(changes) for changes in steps.values()), default=0)
+    files.working_bytes += reader.working_bytes + base.source.working_bytes + most * WORKING_BYTES
+    out = replace(
+        located,
+        files=files.names,
+        sizes=files.sizes,
+        tensors=tensors,
+        values={n: v for n, v in located.values.items() if v.component == "model"},
+        origin={},
+        trainer=None,
+        recorded={},
+        rounded={},
+        notes=[*located.notes, *_describe(base, deltas)],
+        derived={"applied": {"deltas": [_record(d) for d in deltas]}},
+    )
+    behind = [Dropped(n, t.nbytes, _LEFT) for n, t in located.tensors.items() if t.component != "model"]
+    behind += [Dropped(n, 0, _LEFT) for n, v in located.values.items() if v.component != "model"]
+    return MergedCheckpoint.of(
+        ((base, computed),),
+        out,
+        ComputedSource(base.source, files.made, sources, files.working_bytes),
+        {n: n for n in tensors if n not in computed},
+        behind,
+    )
+
+
+def _choose_names(stored: Checkpoint, located: Checkpoint, deltas: list[Delta]) -> dict[str, TensorEntry]:
+    """Return the weights of the base under the names that the deltas use: those of its files, or those that the model
+    has in memory.
+
+    Args:
+        stored: the index before it was located.
+
+    Raises:
+        Unsupported: a name is among neither.
+    """
+    indices = [located] if any(t.coding != "raw" for t in stored.tensors.values()) else [stored, located]
+    found = [{t.local_name: t for t in c.tensors.values() if t.component == "model"} for c in indices]
+    missing = [[(d, n) for d in deltas for n in d.patches if n not in named] for named in found]
+    best = min(range(len(found)), key=lambda k: len(missing[k]))
+    if missing[best]:
+        delta, name = missing[best][0]
+        raise Unsupported(
+            f"{delta.where} changes {count_noun(len(missing[best]), 'weight')} that {located.root} does not have, "
+            f'first "{name}". {_OTHER}; if the names are those of another program, convert the base to hf first.',
+            code="CKPT0342",
+        )
+    return found[best]
+
+
+def _refuse_misfit(base: OpenCheckpoint, delta: Delta, patch: TensorPatch, t: TensorEntry) -> None:
+    """Refuse a change of a weight with another dtype, shape or size.
+
+    Raises:
+        Unsupported: with both.
+    """
+    wanted = (patch.dtype or t.dtype, patch.shape if patch.shape is not None else t.shape, patch.nbytes or t.nbytes)
+    if wanted != (t.dtype, t.shape, t.nbytes):
+        raise Unsupported(
+            f'{delta.where} changes "{patch.name}" as {wanted[0]} {list(wanted[1])}, and {base.location} has it as '
+            f"{t.dtype} {list(t.shape)}. {_OTHER}.",
+            code="CKPT0342",
+        )
+
+
+def _place(t: TensorEntry) -> tuple[Any, ...]:
+    """Return what two tensors share that are the same bytes."""
+    return t.dtype, t.shape, tuple(t.chunks[:])
+
+
+class _Moves:
+    """Byte ranges of files that are computed elsewhere, by file and offset."""
+
+    def __init__(self) -> None:
+        self._starts: dict[int, list[tuple[int, int, int]]] = {}  # file -> (first byte, end, computed file)
+
+    def add(self, extent: Any, computed: int) -> None:
+        """Add a range, whose bytes are those of a computed file."""
+        self._starts.setdefault(extent.file, []).append((extent.offset, extent.offset + extent.length, computed))
+        self._starts[extent.file].sort()
+
+    def apply(self, t: TensorEntry) -> TensorEntry:
+        """Return a tensor whose chunks in such ranges lie in the computed files; the same object where none does.
+
+        Raises:
+            Unsupported: a chunk is partly in such a range.
+        """
+        old, moved = t.chunks, False
+        out = Chunks(old.ndim)
+        for c in old:
+            file, offset = c.extent.file, c.extent.offset
+            rows = self._starts.get(file, ())
+            k = bisect_right(rows, (offset, 1 << 62, 0)) - 1
+            if k >= 0 and c.extent.length and offset < rows[k][1]:
+                if offset + c.extent.length > rows[k][1]:
+                    raise Unsupported(f'"{t.local_name}" shares bytes with a weight that the delta changes.')
+                file, offset, moved = rows[k][2], offset - rows[k][0], True
+            out.add(c.start, c.shape, file, offset, c.extent.length, c.strides, c.zstd)
+        return replace(t, chunks=out) if moved else t
+
+
+# ---------------------------------------------------------------------------------------------------------- computing
+
+
+@dataclass
+class _Patched:
+    """A weight of the base and its changes, which are applied one after the other, from front to back. A page that is
+    not the next one begins at the front again."""
+
+    name: str
+    tensor: TensorEntry
+    reader: BoxReader
+    changes: list[tuple[Delta, TensorPatch]]
+    at: int = -1  # elements that were computed; -1 for none of this pass
+    streams: tuple[ChangeStream, ...] = ()
+
+    def compute(self, first: int, end: int) -> Array:
+        """Compute elements [first, end).
+
+        Raises:
+            Corrupt: a change is damaged, or the weight with it has another checksum than the delta says.
+        """
+        t = self.tensor
+        if first != self.at:
+            self.at = 0
+            self.streams = tuple(open_stream(d, p, t.dtype, t.numel) for d, p in self.changes)
+            page = choose_page([t])
+            while self.at < first:
+                self._compute_next(min(self.at + page, first))
+        return self._compute_next(end)
+
+    def _compute_next(self, end: int) -> Array:
+        """Compute the elements up to `end`."""
+        x = self.reader.read_range(self.tensor, self.at, end)
+        for stream in self.streams:
+            stream.apply(x.view("u1"))
+        self.at = end
+        if end == self.tensor.numel:
+            for stream in self.streams:
+                stream.finish()
+            self.at, self.streams = -1, ()
+        return x
+
+
+# --------------------------------------------------------------------------------------------------------- describing
+
+
+def _describe(base: OpenCheckpoint, deltas: list[Delta]) -> list[str]:
+    """Return sentences on what is applied, and on what nothing proves."""
+    notes = []
+    for delta in deltas:
+        proved = "their checksums are compared" if any(p.checksum for p in delta.patches.values()) else "no checksums"
+        notes.append(f"{delta.title}: {count_noun(len(delta.patches), 'weight')} of {base.location} changed; {proved}")
+    if any(d.patches and not any(p.checksum for p in d.patches.values()) for d in deltas):
+        notes.append(
+            "the delta has no checksum of a weight: names, dtypes and positions fit, and nothing shows that the base "
+            "is the version that it was made from"
+        )
+    elif deltas:
+        notes.append(
+            "the checksums are of the weights that change: nothing shows that the others are those of that version"
+        )
+    return notes
+
+
+def _record(delta: Delta) -> dict[str, Any]:
+    """Return what ckpttool.json says of a delta that was applied."""
+    return {
+        "program": delta.program,
+        "name": os.path.basename(delta.where.rstrip("/")),
+        "version": delta.version,
+        "base_version": delta.base_version,
+        "tensors": len(delta.patches),
+        "checksums": sorted({p.checksum[0] for p in delta.patches.values() if p.checksum}),
+    }
