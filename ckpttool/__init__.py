@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     from .engine.inspect import Summary, inspect
     from .engine.logits.compare import compare
     from .engine.logits.compare_logits import LogitComparison
+    from .engine.make_delta import delta
     from .engine.opening import OpenCheckpoint, open
     from .engine.planning import Plan, plan
     from .engine.run_pruning import PrunedRun, prune_run
@@ -94,6 +95,7 @@ _WHERE = {
     "clean": "storage.partial",
     "compare": "engine.logits.compare",
     "convert": "engine.conversion",
+    "delta": "engine.make_delta",
     "describe_fsdp1": "live.fsdp1",
     "diff": "engine.diff",
     "digest": "engine.verification",
@@ -153,6 +155,7 @@ __all__ = [
     "clean",
     "compare",
     "convert",
+    "delta",
     "describe_fsdp1",
     "diff",
     "digest",

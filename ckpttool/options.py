@@ -39,6 +39,7 @@ __all__ = [
     "CompareKeywords",
     "CompareRequest",
     "ConvertKeywords",
+    "DeltaKeywords",
     "ExportKeywords",
     "ExtractKeywords",
     "Hints",
@@ -295,6 +296,8 @@ class OpenOptions:
     salvage: bool = False  # what is left of a damaged checkpoint: engine/salvage.py
     merge: MergeRequest | None = None  # with an adapter merged into it: engine/merging.py
     average: AverageRequest | None = None  # averaged with others: engine/averaging.py
+    difference_to: str | os.PathLike[str] | None = None  # its difference to another one: engine/difference.py
+    as_delta: bool = False  # a delta of ckpttool as the tensors that it holds, which are no state
     apply: Iterable[str] | None = None  # with deltas applied to its weights, in this order: engine/patching.py
     fill_from: str | os.PathLike[str] | None = (
         None  # another checkpoint of the run, which has what is lost: engine/fill_from.py
@@ -330,7 +333,7 @@ class OpenOptions:
                 f"{argument('salvage', True)}.",
                 code="CKPT0204",
             )
-        for name in ("like", "flat_layout", "fill_from"):  # plan_id compares them as text
+        for name in ("like", "flat_layout", "fill_from", "difference_to"):  # plan_id compares them as text
             value = getattr(self, name)
             if value is not None:
                 object.__setattr__(self, name, os.fspath(value))
@@ -672,6 +675,12 @@ class AverageKeywords(_ToLayout, _Running, ReadKeywords, total=False):
     """Keywords of `average` that `convert` has, too."""
 
     weights: str | None
+
+
+class DeltaKeywords(_Running, ReadKeywords, total=False):
+    """Keywords of `delta` that `convert` has, too."""
+
+    only: Iterable[str] | None
 
 
 class CompareKeywords(Search, total=False):

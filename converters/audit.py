@@ -109,6 +109,7 @@ def read(where: Place, options: ReadOptions) -> Checkpoint:
     out.recorded = dict(found.digests)
     origin = parsed.get("source") or {}
     out.world_size, out.trainer = origin.get("world_size"), origin.get("trainer")
+    out.derived = {"delta": parsed["delta"]} if "delta" in parsed else None
     for name, kept in (parsed.get("tied") or {}).items():
         a, b = tensors.get(name), tensors.get(kept)
         if a and b and (a.dtype, a.shape, found.digests[name]) == (b.dtype, b.shape, found.digests[kept]):
@@ -191,6 +192,7 @@ def write(ckpt: Checkpoint, source: Source, options: WriteOptions) -> Draft:
     size = planned.end + len(held) + 400 * len(tensors) + sum(map(len, planned.headers.values())) + (1 << 20)
     made = DraftFile(options.target, size, planned.head, writing.open_sink)
     out = Checkpoint("audit", options.target, None, [options.target], [size], tensors, dict(ckpt.values))
+    out.derived = ckpt.derived if ckpt.derived and "delta" in ckpt.derived else None
     draft = Draft(
         out,
         {n: ckpt.tensors[n] for n in tensors},

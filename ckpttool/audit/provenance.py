@@ -53,6 +53,8 @@ def collect_provenance(
     out["only"] = list(how.only) if how.only else None
     out["meta"] = dict(how.meta)
     out["git_commit"] = how.git_commit
+    if ckpt.derived and "delta" in ckpt.derived:
+        out["delta"] = ckpt.derived["delta"]
     if how.reproducible:
         return out
     sizes = source.identities()
@@ -233,6 +235,20 @@ def _is_dict_of_files(x: Any) -> bool:
     )
 
 
+def _is_delta(x: Any) -> bool:
+    """Return whether a value says what a delta is made from, as `engine.difference` has it."""
+    return (
+        isinstance(x, dict)
+        and x.keys() == {"base", "result", "base_tensors", "tensors"}
+        and all(_is_text(x[key]) for key in ("base", "result"))
+        and all(
+            _is_text(dtype) and _is_text(digest) and all(map(_is_count, shape))
+            for dtype, shape, digest in x["base_tensors"].values()
+        )
+        and all(_is_text(digest) and (of is None or of in x["base_tensors"]) for of, digest in x["tensors"].values())
+    )
+
+
 _ALWAYS = ("schema", "tool", "version", "created", "only", "meta", "git_commit")
 _KINDS: dict[str, Any] = {
     "schema": _is_text,
@@ -258,4 +274,5 @@ _KINDS: dict[str, Any] = {
     "origin": _is_list_of_path_pairs,
     "tied": _is_dict_of_texts,
     "config_files": _is_dict_of_files,
+    "delta": _is_delta,
 }

@@ -58,6 +58,7 @@ _COMMANDS: dict[str, type[Command] | None] = {
     "push": HfCommand,
     "pull": LayoutCommand,
     "average": LayoutCommand,
+    "delta": Command,
     "adapter": None,
     "audit": None,
     "layouts": Command,

@@ -13,10 +13,15 @@ from ..formats.deltas import Delta, find_delta, find_deltas_below
 from ..options import Progress, silent
 from ..printable import Shown, count_noun, list_first
 from ..storage import urls
+from .copy.tensor_digests import tensor_digests
 from .discover.unread_files import human
+from .own_deltas import facts_of, open_own_delta
+from .recorded import explain_other_digests
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+
+    from .opening import OpenCheckpoint
 
 __all__ = ["DeltaSummary", "find_deltas", "order_chain", "summarise_deltas"]
 
@@ -132,6 +137,8 @@ def summarise_deltas(path: str, read_data: bool = False, progress: Progress = si
     """
     where, shown = layouts.place(path), urls.display_path(path)
     with where.source:
+        if (own := open_own_delta(where)) is not None:
+            return _summarise_own(own, shown, read_data, progress)
         deltas = find_deltas(where, shown)
         if not deltas:
             return None
@@ -154,6 +161,39 @@ def summarise_deltas(path: str, read_data: bool = False, progress: Progress = si
             read=read_data,
             deltas=[_describe(d) for d in deltas],
         )
+
+
+def _summarise_own(own: OpenCheckpoint, shown: str, read_data: bool, progress: Progress) -> DeltaSummary:
+    """Describe a delta of ckpttool; with `read_data`, compare the digests of all that it holds.
+
+    Raises:
+        Corrupt: they are others.
+    """
+    ckpt, facts = own.checkpoint, facts_of(own)
+    found = tensor_digests(ckpt.tensors, own.source, ckpt.files, ckpt.records, progress, "verify") if read_data else {}
+    if wrong := sorted(n for n, digest in found.items() if digest != ckpt.recorded[n]):
+        raise explain_other_digests(ckpt, wrong, len(found))
+    same = {
+        n for n, (origin, digest) in facts["tensors"].items() if origin and facts["base_tensors"][origin][2] == digest
+    }
+    row: dict[str, object] = {
+        "path": shown,
+        "version": facts["result"][:16],
+        "base_version": facts["base"][:16],
+        "tensors": len(ckpt.tensors) - len(same),
+        "bytes": sum(i[2] for i in own.source.identities().values()),
+    }
+    return DeltaSummary(
+        path=shown,
+        program="ckpttool",
+        version=facts["result"][:16],
+        base_version=facts["base"][:16],
+        tensors=len(ckpt.tensors) - len(same),
+        bytes=int(str(row["bytes"])),
+        checksums="blake3",
+        read=read_data,
+        deltas=[row],
+    )
 
 
 def _describe(delta: Delta) -> dict[str, object]:

@@ -472,6 +472,12 @@ def open_checkpoint(
                 salvage=options.salvage,
             ),
         )
+        if ckpt.derived is not None and not options.as_delta:
+            raise Unsupported(
+                f"{show_path(given)} is a delta of ckpttool, and not a checkpoint: it holds changes to another one. "
+                f"Convert that one with {argument('apply', [show_path(given)])}.",
+                code="CKPT0341",
+            )
         patched = where.source.patched
         if patched is not None:
             from . import salvage

@@ -32,6 +32,7 @@ from ..storage.source import Source
 from .computed_files import BoxReader, ComputedFiles, choose_page
 from .deltas import find_deltas
 from .opening import CheckpointPath, MergedCheckpoint, OpenCheckpoint, open_checkpoint
+from .own_deltas import apply_own_deltas, open_own_delta
 from .recorded import MOST_RECORD_BYTES, RECORD
 from .selecting import select_part, selection_of
 from .weights import forget_optimizer
@@ -59,15 +60,26 @@ def open_patched(src: CheckpointPath, options: OpenOptions, model: layouts.Model
     base = open_checkpoint(src, whole, model, False, needed=lambda component: component == "model")
     with ExitStack() as keep:
         keep.callback(base.source.close)
-        deltas, sources = list[Delta](), list[Source]()
+        deltas, own, sources = list[Delta](), list[OpenCheckpoint](), list[Source]()
         for path in options.apply or ():
             where = layouts.place(path)
-            sources.append(keep.enter_context(where.source))
-            deltas += _find_some(where, path)
+            keep.enter_context(where.source)
+            if (archive := open_own_delta(where)) is not None:
+                own.append(keep.enter_context(archive))
+                sources.append(archive.source)
+            else:
+                sources.append(where.source)
+                deltas += _find_some(where, path)
+        if own and deltas:
+            raise Unsupported(
+                f"{own[0].source.root} is a delta of ckpttool, and {deltas[0].where} one of {deltas[0].program}. Apply "
+                "those of one program, and then the others to the result.",
+                code="CKPT0342",
+            )
         _check_order(base, deltas)
-        made = _patch(base, deltas, sources)
+        made = apply_own_deltas(base, own, sources) if own else _patch(base, deltas, sources)
         asked = selection_of(options)
-        made = replace(made, selection=replace(asked, only=asked.only or ("model",)))
+        made = replace(made, selection=replace(asked, only=asked.only or made.selection.only))
         part = select_part(made, options.rename or {})
         kept = ((part.renamed.get(n, n), there) for n, there in made.kept.items())
         part.kept = {n: there for n, there in kept if n in part.checkpoint.tensors}

@@ -58,6 +58,7 @@ from .averaging import open_average
 from .conservation import Account
 from .copy.averages import averages_of
 from .copy.value_digests import value_digest
+from .difference import open_difference
 from .discover import unread_files
 from .fill_from import fill_from_other
 from .map_choice import apply_name_map, read_map_text
@@ -228,7 +229,8 @@ def plan_conversion(
         _note_keys(opened.checkpoint, draft, target, writing.keys)
         _refuse_casts(draft, target, prepared.codes)
         _refuse_file_names(draft)
-        draft.averages = frozenset() if reading.allow_mixed_steps else averages_of(draft.sources)
+        as_saved = reading.allow_mixed_steps or reading.difference_to is not None
+        draft.averages = frozenset() if as_saved else averages_of(draft.sources)
         draft.dropped += prepared.unplaced
         if not drop:
             _refuse_loss(opened, draft, target, holds)
@@ -697,6 +699,8 @@ def _open_source(
     """
     if reading.average is not None:
         return open_average(src, replace(reading, average=None), reading.average, model)
+    if reading.difference_to is not None:
+        return open_difference(src, reading, model)
     if reading.apply:
         return open_patched(src, reading, model)
     if reading.merge is not None:

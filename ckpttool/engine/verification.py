@@ -561,6 +561,7 @@ def read_back(
         config=None if target.keeps_config or "config" not in target.reader_uses else config,
         allow_equal_ranks=True,
         allow_mixed_steps=True,
+        as_delta=draft.checkpoint.derived is not None,
     )
     try:
         with open_checkpoint(path, options) as back:

@@ -1,0 +1,51 @@
+"""delta: what changed between two checkpoints, as one archive; a conversion of their difference (difference.py).
+Everything that holds for `convert` holds for it."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import replace
+from typing import Unpack
+
+from .. import layouts
+from ..options import ARCHIVE_LAYOUT, DeltaKeywords, list_keywords, split_keywords
+from .conversion import ConvertResult, run_conversion
+from .destination import normalise_destination, refuse_source
+from .workers.part_requests import absolute_path
+
+__all__ = ["delta"]
+
+
+@list_keywords
+def delta(
+    old: str | os.PathLike[str],
+    new: str | os.PathLike[str],
+    dst: str | os.PathLike[str],
+    *,
+    level: int = 3,
+    **keywords: Unpack[DeltaKeywords],
+) -> ConvertResult:
+    """Write what makes one checkpoint of another, in any layouts: `convert(old, ..., apply=[dst])` writes the new one,
+    bit for bit.
+
+    It is an archive of the bytes of both XORed, in byte planes and zstd, with the digests of every tensor of both.
+
+    Args:
+        old: the checkpoint that it is applied to later.
+        new: the checkpoint that comes out then.
+        dst: the file or URL to write, named *.tar.zst.
+        level: of zstd, from 1 to 19.
+        only: components to compare: the weights, ["model"], where None; ["model", "optim", ...] for more of the state,
+            with the values of the new one. (the others): as `convert`.
+
+    Raises:
+        CkpttoolError: one of them cannot be read, or the delta not be written.
+    """
+    reading, writing, running = split_keywords(keywords)
+    before = absolute_path(os.fspath(old))
+    refuse_source(before, normalise_destination(dst))
+    kind = layouts.find(ARCHIVE_LAYOUT).options
+    assert kind is not None
+    reading = replace(reading, difference_to=before, only=reading.only or ("model",))
+    writing = replace(writing, to=ARCHIVE_LAYOUT, options=kind(level=level, shuffle=True))
+    return run_conversion(new, dst, reading, writing, running)
