@@ -311,7 +311,7 @@ class OpenOptions:
                     f"{name}={value!r} is a string; give a list of strings, such as [{value!r}].", code="CKPT0203"
                 )
             if value is not None:
-                object.__setattr__(self, name, tuple(value))
+                object.__setattr__(self, name, tuple(map(os.fspath, value)))
         object.__setattr__(self, "rename", dict(self.rename) if self.rename else None)
         if self.weights is not None and (
             self.salvage or {p.partition(".")[0] for p in self.only or ("model",)} != {"model"}

@@ -142,7 +142,8 @@ def _refuse_other_base(base: OpenCheckpoint, held: Mapping[str, TensorEntry], de
         else:
             continue
         raise Unsupported(
-            f"{delta.source.root} was not made from {base.location}: {said}. Give the checkpoint that it was made from.",
+            f"{delta.source.root} was not made from {base.location}: {said}. Give the checkpoint that it was made "
+            "from.",
             code="CKPT0342",
         )
 
@@ -156,8 +157,8 @@ def _refuse_other_version(before: OpenCheckpoint, delta: OpenCheckpoint) -> None
     have, wanted = facts_of(before)["result"], facts_of(delta)["base"]
     if have != wanted:
         raise Unsupported(
-            f"{delta.source.root} was made from a checkpoint with the digest {wanted[:16]}, and {before.source.root} makes "
-            f"one with {have[:16]}. Give them in the order in which they were made.",
+            f"{delta.source.root} was made from a checkpoint with the digest {wanted[:16]}, and {before.source.root} "
+            f"makes one with {have[:16]}. Give them in the order in which they were made.",
             code="CKPT0342",
         )
 

@@ -11,15 +11,17 @@ in the bytes of a weight that changes is moved to the computed bytes: tied weigh
 
 from __future__ import annotations
 
+import hashlib
 import os
 from bisect import bisect_right
+from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from .. import layouts
 from ..bounded_json import parse
-from ..errors import CkpttoolError, Unsupported, UsageError, argument
+from ..errors import CkpttoolError, Corrupt, Unsupported, UsageError, argument
 from ..formats.delta_streams import WORKING_BYTES, ChangeStream, open_stream, require_checksums
 from ..formats.deltas import Delta, TensorPatch
 from ..index.checkpoint import ITEMSIZE, Checkpoint, Chunks, TensorEntry
@@ -182,15 +184,43 @@ def _patch(base: OpenCheckpoint, deltas: list[Delta], sources: list[Source]) -> 
         notes=[*located.notes, *_describe(base, deltas)],
         derived={"applied": {"deltas": [_record(d) for d in deltas]}},
     )
+    source = ComputedSource(base.source, files.made, sources, files.working_bytes)
+    if deltas[-1].sha256 is not None:
+        _check_whole(out, source, deltas[-1], named)
     behind = [Dropped(n, t.nbytes, _LEFT) for n, t in located.tensors.items() if t.component != "model"]
     behind += [Dropped(n, 0, _LEFT) for n, v in located.values.items() if v.component != "model"]
     return MergedCheckpoint.of(
         ((base, computed),),
         out,
-        ComputedSource(base.source, files.made, sources, files.working_bytes),
+        source,
         {n: n for n in tensors if n not in computed},
         behind,
     )
+
+
+def _check_whole(ckpt: Checkpoint, source: Source, delta: Delta, named: Mapping[str, TensorEntry]) -> None:
+    """Compare the SHA-256 that a delta has of all weights in bf16, which are read for that, in the order of their names
+    in `named`. Where the base has others, a note says that it was not compared.
+
+    Raises:
+        Corrupt: it is another one.
+    """
+    weights = {n: ckpt.tensors[f"model.{n}"] for n in sorted(named) if f"model.{n}" in ckpt.tensors}
+    if len(weights) < len(named) or any(t.dtype != "bfloat16" for t in weights.values()):
+        ckpt.notes.append(f"the SHA-256 in {delta.where} is of weights in bf16, and was not compared")
+        return
+    reader, found = BoxReader(ckpt, source), hashlib.sha256()
+    for t in weights.values():
+        page = choose_page([t])
+        for first in range(0, t.numel, page):
+            found.update(reader.read_range(t, first, min(first + page, t.numel)).view("u1").data)
+    if found.hexdigest() != delta.sha256:
+        raise Corrupt(
+            f"{delta.where} gives weights with the SHA-256 {found.hexdigest()[:16]}, and it says "
+            f"{str(delta.sha256)[:16]}: the base is not the version that it was made from, or one of the two is "
+            "damaged.",
+            code="CKPT0432",
+        )
 
 
 def _choose_names(stored: Checkpoint, located: Checkpoint, deltas: list[Delta]) -> dict[str, TensorEntry]:
@@ -318,14 +348,15 @@ def _describe(base: OpenCheckpoint, deltas: list[Delta]) -> list[str]:
     """Return sentences on what is applied, and on what nothing proves."""
     notes = []
     for delta in deltas:
-        proved = "their checksums are compared" if any(p.checksum for p in delta.patches.values()) else "no checksums"
+        checked = delta.sha256 or any(p.checksum for p in delta.patches.values())
+        proved = "their checksums are compared" if checked else "no checksums"
         notes.append(f"{delta.title}: {count_noun(len(delta.patches), 'weight')} of {base.location} changed; {proved}")
-    if any(d.patches and not any(p.checksum for p in d.patches.values()) for d in deltas):
+    if any(d.patches and not d.sha256 and not any(p.checksum for p in d.patches.values()) for d in deltas):
         notes.append(
             "the delta has no checksum of a weight: names, dtypes and positions fit, and nothing shows that the base "
             "is the version that it was made from"
         )
-    elif deltas:
+    elif not deltas[-1].sha256:
         notes.append(
             "the checksums are of the weights that change: nothing shows that the others are those of that version"
         )
