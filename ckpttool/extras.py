@@ -23,6 +23,7 @@ _EXTRA = {
     "ray": "ray",
     "mpi4py": "mpi",
     "peft": "peft",
+    "xxhash": "deltas",
 }
 
 

@@ -11,6 +11,7 @@ import shlex
 import shutil
 import subprocess
 import sys
+import tarfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -506,6 +507,20 @@ def test_every_command_of_the_guide_to_averages_runs(desk: Path, monkeypatch: py
     printed = run_here(command_lines(PAGES["how-to/average.md"]), desk)
     shown = re.findall(r"^weights .*$", PAGES["how-to/average.md"], re.MULTILINE)
     assert shown and all(line.partition(";")[0] in printed["ckpttool inspect trained.pt"] for line in shown)
+
+
+def test_every_command_of_the_guide_to_deltas_prints_what_it_shows(desk: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("xxhash")
+    monkeypatch.chdir(desk)
+    with tarfile.open(FIXTURES / "deltas" / "programs.tar.xz") as archive:
+        archive.extractall(desk / "programs", filter="data")
+    for there, here in (("base", "base"), ("sync", "weights"), ("v3", "trained")):
+        (desk / "programs" / "skyrl" / there).rename(desk / here)
+    page = PAGES["how-to/deltas.md"]
+    printed = "".join(run_here(command_lines(page), desk).values()).splitlines()
+    (shown,) = blocks(page, "text")
+    assert [line for line in shown.splitlines() if line not in printed] == []
+    run_here(["ckpttool audit verify trained.delta.tar.zst"], desk)
 
 
 def test_every_command_of_the_guide_to_quantised_models_runs(desk: Path, monkeypatch: pytest.MonkeyPatch) -> None:

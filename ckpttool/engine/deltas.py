@@ -135,7 +135,7 @@ def summarise_deltas(path: str, read_data: bool = False, progress: Progress = si
     Raises:
         Corrupt, Unsafe, Unsupported: it cannot be read, or a change is damaged.
     """
-    where, shown = layouts.place(path), urls.display_path(path)
+    where, shown = layouts.place(path), urls.redact_url(path) if urls.is_url(path) else path
     with where.source:
         if (own := open_own_delta(where)) is not None:
             return _summarise_own(own, shown, read_data, progress)

@@ -143,10 +143,10 @@ class _Facts:
         """Return a sentence on what the delta is made from, besides the checkpoint at `where`."""
         whole = sum(origin is None for origin in self.origins.values())
         gone = len(self.before.tensors.keys() - self.after.tensors.keys())
-        return (
-            f"the difference to {where}: {count_noun(len(self.origins), 'tensor')}, of which {whole} are "
-            f"stored whole, since they are new or have another shape or dtype; {gone} of the other checkpoint are gone"
-        )
+        said = [f"the difference to {where}: {count_noun(len(self.origins), 'tensor')}"]
+        said += [f"{whole} stored whole, since they are new or have another shape or dtype"] if whole else []
+        said += [f"{gone} that are there are gone"] if gone else []
+        return "; ".join(said)
 
 
 class _Difference:

@@ -11,9 +11,18 @@ from .. import layouts
 from ..options import ARCHIVE_LAYOUT, DeltaKeywords, list_keywords, split_keywords
 from .conversion import ConvertResult, run_conversion
 from .destination import normalise_destination, refuse_source
+from .opening import OpenCheckpoint
+from .own_deltas import facts_of, open_own_delta
 from .workers.part_requests import absolute_path
 
 __all__ = ["delta"]
+
+
+def _open_made(dst: str | os.PathLike[str]) -> OpenCheckpoint:
+    """Open the delta that was written to a path or URL."""
+    made = open_own_delta(layouts.place(dst))
+    assert made is not None
+    return made
 
 
 @list_keywords
@@ -38,6 +47,9 @@ def delta(
         only: components to compare: the weights, ["model"], where None; ["model", "optim", ...] for more of the state,
             with the values of the new one. (the others): as `convert`.
 
+    Returns:
+        What was written; its `digest` has the roots of both: {"base", "result"}.
+
     Raises:
         CkpttoolError: one of them cannot be read, or the delta not be written.
     """
@@ -48,4 +60,7 @@ def delta(
     assert kind is not None
     reading = replace(reading, difference_to=before, only=reading.only or ("model",))
     writing = replace(writing, to=ARCHIVE_LAYOUT, options=kind(level=level, shuffle=True))
-    return run_conversion(new, dst, reading, writing, running)
+    done = run_conversion(new, dst, reading, writing, running)
+    with _open_made(dst) as made:
+        facts = facts_of(made)
+    return replace(done, digest={"base": facts["base"], "result": facts["result"]})

@@ -96,7 +96,7 @@ def _find_some(where: layouts.Place, path: str) -> list[Delta]:
         UsageError: there is none.
         CkpttoolError: one cannot be read.
     """
-    deltas = find_deltas(where, urls.display_path(path))
+    deltas = find_deltas(where, urls.redact_url(path) if urls.is_url(path) else path)
     if not deltas:
         raise UsageError(
             f"{argument('apply', [path])}: no delta of SkyRL, TRL or ModelExpress is there, and none in its folders.",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import zlib
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, cast
 
 from ..errors import Corrupt
 from ..extras import require_packages
@@ -135,7 +135,7 @@ class _Xor:
 
         self._what, self._errors = what, zstandard.ZstdError
         decoder = zstandard.ZstdDecompressor(max_window_size=_MOST_WINDOW)
-        self._reader = decoder.stream_reader(_Slice(source, patch.payloads[0]), read_size=_BLOCK)
+        self._reader = decoder.stream_reader(cast(Any, _Slice(source, patch.payloads[0])), read_size=_BLOCK)
 
     def apply(self, data: Bytes) -> None:
         import numpy as np

@@ -174,11 +174,12 @@ LACKS: dict[str, dict[str, str]] = {
     "adapter extract": {**dict.fromkeys(("--only", "--weights"), "it takes the adapter"), **_WHOLE},
     "adapter merge": {"--weights": "which adapter is merged, its own options say", **_WHOLE},
     "average": {"--only": "it takes the model", **_WHOLE},
+    "delta": {"--weights": "it is between whole states", **_WHOLE},
     "audit export": {"--weights": "an archive has the state as it is", **_WHOLE},
     "audit restore": {**dict.fromkeys(("--weights", "--source-layout", "--tag", "--allow-equal-ranks", "--allow-mixed-steps"), "the source is an archive"), **_WHOLE},
 }  # fmt: skip
 READERS = (
-    "convert", "inspect", "verify", "diff", "compare", "digest", "doctor", "push", "pull", "resume-verify", "adapter extract", "adapter merge", "average", "audit export",
+    "convert", "inspect", "verify", "diff", "compare", "digest", "doctor", "push", "pull", "resume-verify", "adapter extract", "adapter merge", "average", "delta", "audit export",
     "audit restore", "show", "stats", "watch",
 )  # fmt: skip
 
@@ -273,7 +274,8 @@ def test_the_keywords_of_functions_are_the_fields_of_the_options() -> None:
 
 def test_convert_takes_every_field_of_the_three_requests() -> None:
     made = {f.name: f for request in (WriteRequest, RunOptions, OpenOptions) for f in fields(request)}
-    del made["merge"], made["average"]  # those are `adapter_merge` and `average`
+    # those are `adapter_merge`, `average` and `delta`
+    del made["merge"], made["average"], made["difference_to"], made["as_delta"]
     assert {n: t.__forward_arg__ for n, t in ConvertKeywords.__annotations__.items()} == {
         n: f.type for n, f in made.items()
     }

@@ -103,6 +103,7 @@ def commands(folder: Path, r: random.Random) -> list[list[Any]]:
         ["inspect", a, "--fold"], ["inspect", a, "--html", f"{out}.html", "--stats", "--against", b], ["diff", a, b, "--sort", "moved", "--fold", "--top", 3],
         ["show", a, "*"], ["show", a, evil], ["show", a, f"{evil}[0]", "--json"], ["stats", a], ["stats", a, "--each", "--csv"], ["stats", a, "--json"],
         ["stats", b, "--against", a, "--sort", evil], ["average", a, b, out, "--to", "hf", "--drop", "-v"], ["compare", a, b, "--config", hidden],
+        ["delta", a, b, f"{out}.tar.zst"], ["convert", a, f"{out}.pt", "--apply", b], ["convert", a, f"{out}.pt", "--apply", evil],
         ["watch", folder, "--once", "--settle", 0, "--state", f"{out}.state", "--accept", evil], ["watch", hidden, "--once", "--settle", 0, "--state", f"{out}.hidden", "--json"],
         ["convert", a, f"{out}.plan", "--to", "dcp", "-n", 2, "--dry-run", "--plan", f"{out}.json"], ["apply", f"{out}.json"], ["apply", evil],
         ["resume-verify", a, "--against", b, "--config", hidden], ["resume-verify", a, "--against", b, "--job", f"{evil}.py:f"],
