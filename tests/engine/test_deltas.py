@@ -65,6 +65,20 @@ def test_a_chain_gives_what_the_receiver_of_its_program_made_of_it(
 
 
 @pytest.mark.parametrize("program", CHAINS)
+def test_pages_in_any_order_are_those_of_the_whole(
+    program: str, programs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("ckpttool.engine.computed_files.MOST_ELEMENTS", 24)
+    root, (chain, last) = programs / program, CHAINS[program]
+    name, wanted = "model.embed_tokens.weight", load_file(root / last / "model.safetensors")
+    ckpttool.convert(root / "base", tmp_path / "o.safetensors", apply=[root / chain])
+    assert same(load_file(tmp_path / "o.safetensors"), wanted)
+    with ckpttool.plan(root / "base", tmp_path / "p.safetensors", apply=[root / chain]) as planned:
+        for rows in (slice(100, 131), slice(7, 9), slice(0, 131), slice(50, 51)):
+            assert bits(planned.opened[f"model.{name}"].torch((rows,))) == bits(wanted[name][rows])
+
+
+@pytest.mark.parametrize("program", CHAINS)
 def test_what_does_not_follow_on_the_base_is_refused(program: str, programs: Path, tmp_path: Path) -> None:
     root, (chain, last) = programs / program, CHAINS[program]
     deltas = sorted((root / chain).iterdir())
