@@ -70,7 +70,7 @@ def apply_own_deltas(base: OpenCheckpoint, deltas: list[OpenCheckpoint], sources
     parts = {str(t.path[0]) for t in last.tensors.values()} | {str(v.path[0]) for v in last.values.values()}
     held = {n: t for n, t in located.tensors.items() if str(t.path[0]) in parts}
     _refuse_other_base(base, held, deltas[0])
-    chain = {n: _Steps(t, [], facts_of(deltas[0])["base_tensors"][n][2]) for n, t in held.items()}
+    chain = {n: _Steps((t.dtype, t.shape), t, [], facts_of(deltas[0])["base_tensors"][n][2]) for n, t in held.items()}
     for before, delta in zip([None, *deltas], deltas, strict=False):
         if before is not None:
             _refuse_other_version(before, delta)
@@ -166,20 +166,31 @@ def _refuse_other_version(before: OpenCheckpoint, delta: OpenCheckpoint) -> None
 @dataclass
 class _Steps:
     """What the bytes of a tensor are made of: those of the base, None for zeros, XOR those of some deltas. `digest` is
-    that of the base's."""
+    that of the base's, `kind` the dtype and shape of the tensor."""
 
+    kind: tuple[str, tuple[int, ...]]
     base: TensorEntry | None
     deltas: list[tuple[OpenCheckpoint, TensorEntry]]
     digest: str
 
 
 def _follow(delta: OpenCheckpoint, chain: Mapping[str, _Steps]) -> dict[str, _Steps]:
-    """Return what tensors are made of once a further delta was applied."""
+    """Return what tensors are made of once a further delta was applied.
+
+    Raises:
+        Corrupt: the delta says of a tensor that it is the difference to one of another dtype or shape.
+    """
     out: dict[str, _Steps] = {}
     for name, (origin, _) in facts_of(delta)["tensors"].items():
-        step = (delta, delta.checkpoint.tensors[name])
-        of = chain[origin] if origin is not None else _Steps(None, [], "")
-        out[name] = _Steps(of.base, [*of.deltas, step], of.digest)
+        t = delta.checkpoint.tensors[name]
+        of = _Steps((t.dtype, t.shape), None, [], "") if origin is None else chain.get(origin)
+        if of is None or of.kind != (t.dtype, t.shape):
+            raise Corrupt(
+                f'{delta.source.root}: "{name}" is {t.dtype} {list(t.shape)}, and said to be the difference to '
+                f'"{origin}", which is another.',
+                code="CKPT0425",
+            )
+        out[name] = _Steps(of.kind, of.base, [*of.deltas, (delta, t)], of.digest)
     return out
 
 

@@ -202,8 +202,8 @@ def plan_conversion(
     _refuse_request(target, writing)
     if reading.apply and writing.vocab_size is not None:  # its rows alone would not have the checksums of the delta
         raise UsageError(
-            f"{argument('vocab_size', writing.vocab_size)} and {argument('apply')}: apply the delta first, and give the "
-            "result another vocabulary.",
+            f"{argument('vocab_size', writing.vocab_size)} and {argument('apply')}: apply the delta first, and give "
+            "the result another vocabulary.",
             code="CKPT0204",
         )
     holds, drop = target.holds(writing.options), writing.drop

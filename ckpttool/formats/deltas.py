@@ -189,9 +189,10 @@ def _read_skyrl(source: Source, where: str) -> Delta | None:
     try:
         rows = [_parse_row(row) for row in found["tensors"]]
         version, base = int(found["version"]), int(found["base_version"])
+        files = {*found.get("payload_files", ()), *(file for _, file, _, _ in rows)}
     except (TypeError, KeyError, ValueError, AttributeError) as e:
         raise Corrupt(f"{what}: not as SkyRL writes it ({type(e).__name__}: {str(e)[:80]}).", code="CKPT0406") from None
-    held = _read_payloads(source, {file for _, file, _, _ in rows} | {*found.get("payload_files", ())}, where)
+    held = _read_payloads(source, files, where)
     out: dict[str, TensorPatch] = {}
     for patch, file, key, stored in rows:
         slot = _find_payload(held, file, key, where)
@@ -273,7 +274,7 @@ def _read_payloads(source: Source, files: Iterable[str], where: str) -> _Held:
         Corrupt, Unsafe: one is missing, damaged or in another folder.
     """
     out: _Held = {}
-    for file in sorted(set(files)):
+    for file in sorted(set(files), key=str):
         if not isinstance(file, str) or os.path.basename(file) != file or not source.exists(file):
             raise Corrupt(f"{where}: {str(file)[:120]!r} is not there. The copy is incomplete.", code="CKPT0401")
         out[file] = read_header(source, file)

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 from commands import ckpttool_here
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
@@ -132,6 +132,34 @@ def test_a_damaged_payload_is_never_applied(
     with pytest.raises(CkpttoolError) as e:
         ckpttool.convert(tmp_path / "c" / "base", tmp_path / "o.safetensors", apply=[tmp_path / "c" / chain])
     assert e.value.exit_code == 4 and not (tmp_path / "o.safetensors").exists()
+
+
+@pytest.mark.parametrize("program", CHAINS)
+@given(where=st.floats(0, 1), byte=st.integers(0, 255), cut=st.booleans())
+@settings(max_examples=60)
+def test_any_byte_of_a_manifest_or_header_may_be_another(
+    program: str, programs: Path, tmp_path_factory: pytest.TempPathFactory, where: float, byte: int, cut: bool
+) -> None:
+    chain, last = CHAINS[program]
+    out = tmp_path_factory.mktemp("m")
+    shutil.copytree(programs / program, out / "c")
+    files = sorted(p for p in (out / "c" / chain).rglob("*") if p.is_file())
+    data = b"".join(p.read_bytes() for p in files)
+    at = min(int(where * len(data)), len(data) - 1)
+    for file in files:
+        size = file.stat().st_size
+        if at < size:
+            text = file.read_bytes()
+            file.write_bytes(text[:at] if cut else text[:at] + bytes([byte]) + text[at + 1 :])
+            break
+        at -= size
+    try:
+        ckpttool.convert(out / "c" / "base", out / "o.safetensors", apply=[out / "c" / chain])
+    except CkpttoolError:
+        assert not (out / "o.safetensors").exists()
+    else:
+        assert same(load_file(out / "o.safetensors"), load_file(programs / program / last / "model.safetensors"))
+    shutil.rmtree(out)
 
 
 def test_exchanged_payloads_are_never_applied(programs: Path, tmp_path: Path) -> None:
@@ -278,6 +306,7 @@ def make(spec: dict[str, tuple[str, tuple[int, ...], int]]) -> State:
 
 
 @given(STATES, STATES)
+@settings(max_examples=40)
 def test_a_delta_applied_to_its_base_is_the_other_checkpoint(
     tmp_path_factory: pytest.TempPathFactory, old: Any, new: Any
 ) -> None:
