@@ -96,7 +96,8 @@ def inspect(
     if html is None and (unused := [name for name, value in given.items() if value]):
         said = f"{argument(unused[0], True)} is about the page. Give {argument('html')} FILE, too."
         raise UsageError(said, code="CKPT0204")
-    if (delta := summarise_deltas(path)) is not None:
+    plain = not (show_tree or fold or tensor or html or name_map or sizes.fits)  # what only a checkpoint has
+    if plain and (delta := summarise_deltas(path)) is not None:
         print_delta(delta, as_json)
         return
     try:

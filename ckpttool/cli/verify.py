@@ -53,7 +53,7 @@ def verify(
 
     path = find_newest(path, latest, quiet or as_json)
     with Meter(quiet) as meter:
-        delta = summarise_deltas(path, read_data, meter)
+        delta = None if against else summarise_deltas(path, read_data, meter)  # no checkpoint is equal to one
     if delta is not None:
         print_delta(delta, as_json)
         return

@@ -32,7 +32,7 @@ _LEFT = "the delta does not hold this part of the state, and it belongs to that 
 
 
 def open_own_delta(where: layouts.Place) -> OpenCheckpoint | None:
-    """Open the delta of ckpttool at a place; None where there is none. Archives that are no deltas are closed again.
+    """Open the delta of ckpttool at a place; None where there is none, or an archive of a state.
 
     Raises:
         Corrupt, Unsafe: it is damaged.

@@ -50,6 +50,7 @@ SKYRL, MODELEXPRESS, TRL = "SkyRL", "ModelExpress", "TRL"
 _MANIFEST, _INDEX, _TENSORS = "manifest.json", ".safetensors.index.json", ".safetensors"
 _MOST_JSON = 256 << 20  # as many tensors as ckpttool.json may list
 _MOST_FOLDERS = 100_000
+_GLANCED = {"file": 1, "folder": 4}  # that are looked into where none of them is a delta
 _PAIRS = ((".indices", ".values"), (".idx", ".val"))
 _WIDTHS = {"raw": ("int32",), "gap_delta": ("uint16", "uint32")}
 _OF_EMPTY = "__empty_delta__"  # TRL's patch in which nothing changes: safetensors files hold at least one tensor
@@ -150,8 +151,8 @@ def refuse_delta(source: Source, file: str | None) -> None:
 
 
 def find_deltas_below(source: Source, where: str) -> list[Delta]:
-    """Read the deltas that the files and folders in a folder are; [] where there are none, or other things than
-    deltas.
+    """Read the deltas that the files and folders in a folder are; [] where the first file and the first folders are
+    none, since each folder of a store takes a request.
 
     Raises:
         Corrupt, Unsafe, Unsupported: one of them cannot be read.
@@ -160,16 +161,16 @@ def find_deltas_below(source: Source, where: str) -> list[Delta]:
     out: list[Delta] = []
     if "config.json" in names or any(n.endswith(_INDEX) for n in names):
         return out
+    others = {"file": 0, "folder": 0}
     for name in names:
-        path = os.path.join(where, name)
-        if name.endswith(_TENSORS):
-            found = _read_trl(source, name, path)
-        elif source.glance(name)[0]:
-            found = find_delta(source.below(name), None, path)
-        else:
+        path, kind = os.path.join(where, name), "file" if name.endswith(_TENSORS) else "folder"
+        if (others[kind] >= _GLANCED[kind] and not out) or (kind == "folder" and not source.glance(name)[0]):
             continue
+        found = _read_trl(source, name, path) if kind == "file" else find_delta(source.below(name), None, path)
         if found is not None:
             out.append(found)
+        else:
+            others[kind] += 1
     return out
 
 

@@ -381,3 +381,10 @@ def test_nothing_at_the_path_of_a_delta_is_a_usage_error(steps: list[State], tmp
         ckpttool.convert(tmp_path / "base.safetensors", tmp_path / "o.safetensors", apply=[tmp_path / "empty"])
     with pytest.raises(UsageError, match="goes with neither"):
         ckpttool.convert(tmp_path / "base.safetensors", tmp_path / "o.safetensors", apply=["x"], salvage=True)
+
+
+def test_what_a_delta_does_not_have_is_not_passed_over(programs: Path) -> None:
+    delta = str(programs / "skyrl" / "sync" / "delta-00000001")
+    for words in (["inspect", delta, "--tree"], ["inspect", delta, "--tensor", "*"], ["verify", delta, "--against", delta]):  # fmt: skip
+        done = ckpttool_here(*words)
+        assert done.returncode == 3 and "not a checkpoint" in done.stderr
