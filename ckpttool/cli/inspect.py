@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from ..errors import NotRecognised, UsageError, argument
+from ..errors import NotRecognised, Unsupported, UsageError, argument
 from ..options import OpenOptions, SizeRequest
 from ..printable import count_noun
 from .completion import complete_name
@@ -84,7 +84,6 @@ def inspect(
 ) -> None:
     """Show what a checkpoint contains, what it lacks, and what loads it; reads headers only."""
     from ..engine import inspect as look
-    from ..engine.deltas import summarise_deltas
     from ..engine.discover.detection import Checkpoints
     from ..engine.opening import open_checkpoint
 
@@ -96,18 +95,24 @@ def inspect(
     if html is None and (unused := [name for name, value in given.items() if value]):
         said = f"{argument(unused[0], True)} is about the page. Give {argument('html')} FILE, too."
         raise UsageError(said, code="CKPT0204")
-    plain = not (show_tree or fold or tensor or html or name_map or sizes.fits)  # what only a checkpoint has
-    if plain and (delta := summarise_deltas(path)) is not None:
-        print_delta(delta, as_json)
-        return
     try:
         options = replace(reading, allow_equal_ranks=True, allow_mixed_steps=True)
         # a map looks at the config, whatever the layout
         found = open_checkpoint(
             path, options, check_hints=name_map is None, needed=lambda component: name_map is not None
         )
-    except NotRecognised as e:
-        if not isinstance(e.below, Checkpoints) or show_tree or fold or tensor is not None or html is not None:
+    except (NotRecognised, Unsupported) as e:
+        drawn = show_tree or fold or tensor is not None or html is not None
+        if not (drawn or name_map or sizes.fits) and print_delta(path, as_json):
+            return
+        if (
+            not isinstance(e, NotRecognised)
+            or not isinstance(e.below, Checkpoints)
+            or show_tree
+            or fold
+            or tensor is not None
+            or html is not None
+        ):
             raise
         if as_json:
             print_json(e.below.to_json())

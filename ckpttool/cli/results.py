@@ -9,7 +9,6 @@ from .terminal import Meter, describe_memory, note, print_json, say
 
 if TYPE_CHECKING:
     from ..engine.conversion import ConvertResult
-    from ..engine.deltas import DeltaSummary
 
 __all__ = ["describe_read_back", "print_delta", "print_notes", "print_result"]
 
@@ -26,12 +25,24 @@ def describe_read_back(done: ConvertResult) -> str:
     return (", read back and equal" if done.verified else ", not read back") + proven
 
 
-def print_delta(delta: DeltaSummary, as_json: bool) -> None:
-    """Print what a delta is."""
+def print_delta(path: str, as_json: bool, read_data: bool = False) -> bool:
+    """Print what the delta or the chain of deltas at a path is, and tell whether there is one.
+
+    Args:
+        read_data: decode all of its changes first.
+
+    Raises:
+        CkpttoolError: it cannot be read, or is damaged.
+    """
+    from ..engine.deltas import summarise_deltas
+
+    if (delta := summarise_deltas(path, read_data)) is None:
+        return False
     if as_json:
         print_json(delta.to_json())
     for line in () if as_json else delta.lines():
         say(line)
+    return True
 
 
 def print_result(done: ConvertResult, source: str, meter: Meter, quiet: bool, more: str = "") -> None:

@@ -6,6 +6,7 @@ from typing import Annotated
 
 import typer
 
+from ..errors import NotRecognised, Unsupported
 from ..options import OpenOptions
 from .help import READING, about
 from .results import print_delta, print_notes
@@ -48,24 +49,23 @@ def verify(
     quiet: Quiet = False,
 ) -> None:
     """Check that a checkpoint, or a download of one, is complete, and with --read-data every byte of it."""
-    from ..engine.deltas import summarise_deltas
     from ..engine.verification import verify as check
 
     path = find_newest(path, latest, quiet or as_json)
-    with Meter(quiet) as meter:
-        delta = None if against else summarise_deltas(path, read_data, meter)  # no checkpoint is equal to one
-    if delta is not None:
-        print_delta(delta, as_json)
-        return
-    with Meter(quiet) as meter:
-        found = check(
-            path,
-            read_data=read_data,
-            against=against,
-            progress=meter,
-            workers=workers,
-            **pick_keywords(check, reading),
-        )
+    try:
+        with Meter(quiet) as meter:
+            found = check(
+                path,
+                read_data=read_data,
+                against=against,
+                progress=meter,
+                workers=workers,
+                **pick_keywords(check, reading),
+            )
+    except (NotRecognised, Unsupported):
+        if against is None and print_delta(path, as_json, read_data):
+            return
+        raise
     if as_json:
         print_json(found.to_json())
         return

@@ -142,7 +142,10 @@ def refuse_delta(source: Source, file: str | None) -> None:
         CkpttoolError: it is one that cannot be read.
     """
     where = os.path.join(source.root, file or "").rstrip("/")
-    if (found := find_delta(source, file, where)) is not None:
+    found = find_delta(source, file, where)
+    if found is None and file is None and (first := next((n for n in source.list() if n.endswith(_TENSORS)), None)):
+        found = None if "config.json" in source.list() else _read_trl(source, first, where)
+    if found is not None:
         raise Unsupported(
             f"{where} is {found.title}, and not a checkpoint: it holds changes to the weights of another one. Convert "
             f"that one with {argument('apply', [where])}.",

@@ -251,8 +251,10 @@ def test_patches_of_trl_are_applied_in_order(encoding: str, steps: list[State], 
     assert any("nothing shows that the base is the version" in note for note in done.notes)
     said = ckpttool_here("verify", str(tmp_path / "deltas"), "--read-data").stdout
     assert "a chain of 2 deltas of TRL" in said and "no checksums" in said
-    with pytest.raises(Unsupported, match="not a checkpoint"):
-        ckpttool.open(tmp_path / "deltas" / "step_000001.safetensors")
+    for path in ("deltas", "deltas/step_000001.safetensors"):
+        with pytest.raises(CkpttoolError, match=r"not a checkpoint|without a config\.json") as e:
+            ckpttool.open(tmp_path / path)
+        assert e.value.exit_code == 3
 
 
 def test_positions_that_do_not_ascend_or_fit_are_refused(steps: list[State], tmp_path: Path) -> None:
