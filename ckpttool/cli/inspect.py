@@ -14,7 +14,6 @@ from ..options import OpenOptions, SizeRequest
 from ..printable import count_noun
 from .completion import complete_name
 from .help import READING, about
-from .results import print_delta
 from .shared_options import NameMap, Workers, add_shared_options, pick_keywords
 from .terminal import (
     Json,
@@ -102,17 +101,12 @@ def inspect(
             path, options, check_hints=name_map is None, needed=lambda component: name_map is not None
         )
     except (NotRecognised, Unsupported) as e:
+        from .results import print_delta
+
         drawn = show_tree or fold or tensor is not None or html is not None
         if not (drawn or name_map or sizes.fits) and print_delta(path, as_json):
             return
-        if (
-            not isinstance(e, NotRecognised)
-            or not isinstance(e.below, Checkpoints)
-            or show_tree
-            or fold
-            or tensor is not None
-            or html is not None
-        ):
+        if not isinstance(e, NotRecognised) or not isinstance(e.below, Checkpoints) or drawn:
             raise
         if as_json:
             print_json(e.below.to_json())

@@ -33,7 +33,6 @@ from typing import Any
 from ckpttool import bounded_json
 from ckpttool.errors import Corrupt, IncompleteWeights, Unsafe, Unsupported
 from ckpttool.formats import other_files, safetensors_header
-from ckpttool.formats.deltas import refuse_delta
 from ckpttool.huggingface import hub_names, model_files
 from ckpttool.index.checkpoint import Checkpoint, Chunk, Chunks, Extent, Path, Salvage, TensorEntry, joined
 from ckpttool.index.fqns import strip_wrappers
@@ -103,6 +102,8 @@ def read(where: Place, options: ReadOptions) -> Checkpoint:
             missing.
         Unsupported: an index names other files than model.safetensors, which is there too.
     """
+    from ckpttool.formats.deltas import refuse_delta
+
     source, file = where
     refuse_delta(source, file)
     names = [file] if file is not None else source.list()
