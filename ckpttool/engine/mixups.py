@@ -27,6 +27,7 @@ import re
 from bisect import bisect_right
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import lru_cache
 from math import prod
 from typing import Any
@@ -41,8 +42,10 @@ from ..printable import list_first
 from ..storage.buffers import IOBudget
 from ..storage.source import Source
 from .copy.stream import Reader, StreamJob, small
+from .copy.tensor_digests import proof_digests
 
 __all__ = [
+    "compare_copies_of_ranks",
     "describe_left_out",
     "explain_other_weights",
     "find_other_weights",
@@ -285,6 +288,21 @@ def _is_varied(ckpt: Checkpoint, source: Source, name: str, row: int) -> bool:
 
 #: Buffers that torch's norms update from the rows of their own rank.
 _STATISTICS = frozenset(("running_mean", "running_var", "num_batches_tracked"))
+
+
+def compare_copies_of_ranks(ckpt: Checkpoint, source: Source) -> Checkpoint:
+    """Read the copies of tensors that have to be compared, and return the checkpoint with those that differ in
+    `others`."""
+    if not ckpt.replicas:
+        return ckpt
+    both = {f"{which} {k}": t for k, r in enumerate(ckpt.replicas) for which, t in (("kept", r.kept), ("copy", r.copy))}
+    digests = proof_digests(both, ckpt, source)
+    unlike = [
+        OtherCopy(r.name, r.rank, r.copy.nbytes)
+        for k, r in enumerate(ckpt.replicas)
+        if digests[f"kept {k}"] != digests[f"copy {k}"]
+    ]
+    return replace(ckpt, replicas=[], others=[*ckpt.others, *unlike])
 
 
 def refuse_other_weights(ckpt: Checkpoint) -> None:

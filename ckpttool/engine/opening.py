@@ -219,6 +219,7 @@ class OpenCheckpoint(Mapping[str, "TensorHandle"]):
         from . import mixups
         from .transform import masters
 
+        self.checkpoint = mixups.compare_copies_of_ranks(self.checkpoint, self.source)
         if not self.allow_equal_ranks:
             mixups.refuse_equal_ranks(self.checkpoint, self.source)
             mixups.refuse_other_files(self.checkpoint, self.source)

@@ -41,6 +41,7 @@ __all__ = [
     "OtherCopy",
     "Path",
     "Record",
+    "Replica",
     "Salvage",
     "TensorEntry",
     "Unread",
@@ -388,6 +389,16 @@ class OtherCopy(NamedTuple):
     nbytes: int
 
 
+class Replica(NamedTuple):
+    """A copy that a rank has of a tensor, or of a part of it, and that must equal the one in the index: `name` is the
+    tensor, `kept` what is in the index, `copy` what the rank has."""
+
+    name: str
+    rank: int
+    kept: TensorEntry
+    copy: TensorEntry
+
+
 @dataclass
 class Salvage:
     """What is left of a damaged checkpoint. Every tensor of it that is neither missing nor rebuilt is exact.
@@ -449,6 +460,7 @@ class Checkpoint:
     recorded_values: dict[str, str] = field(default_factory=dict)  # {value: digest} likewise
     notes: list[str] = field(default_factory=list)
     others: list[OtherCopy] = field(default_factory=list)  # what other ranks have where one rank's is kept
+    replicas: list[Replica] = field(default_factory=list)  # copies that were not compared yet
     unread: list[Unread] = field(default_factory=list)  # files that belong to it but that its layout does not read
     ignored_digests: bool = False  # there were digests, but the user disabled the comparison
     merged: dict[str, Any] | None = (
@@ -534,6 +546,7 @@ class Checkpoint:
             tensors={n: t for n, t in self.tensors.items() if holds(n)},
             values={n: v for n, v in self.values.items() if holds(n)},
             others=[o for o in self.others if holds(o.name)],
+            replicas=[r for r in self.replicas if holds(r.name)],
             recorded={n: d for n, d in self.recorded.items() if holds(n)},
             recorded_values={n: d for n, d in self.recorded_values.items() if holds(n)},
             salvage=lost

@@ -136,6 +136,7 @@ def rename_parameters(ckpt: Checkpoint, new_name: Callable[[str], str]) -> tuple
         recorded={renamed.get(n, n): d for n, d in ckpt.recorded.items()},
         rounded={renamed.get(n, n): t for n, t in ckpt.rounded.items()},
         others=[o._replace(name=renamed.get(o.name, o.name)) for o in ckpt.others],
+        replicas=[r._replace(name=renamed.get(r.name, r.name)) for r in ckpt.replicas],
         origin=_rename_in_origin(ckpt.origin, new_name),
     ), renamed
 

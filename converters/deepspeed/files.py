@@ -99,10 +99,13 @@ MAYBE = ("lr_scheduler", "data_sampler", "random_ltd")
 _SAME = ("global_steps", "skipped_steps", "dp_world_size", "mp_world_size", "param_shapes")
 
 
-def rank_of(name: str) -> int | None:
-    """Return the data-parallel rank in a file name; None for a file that belongs to no data-parallel rank."""
-    model, optim = MODEL3.fullmatch(name), OPTIM.fullmatch(name)
-    return int(model[1]) if model else int(optim[2]) if optim else None
+def rank_of(name: str, tensor_ranks: int = 1) -> int | None:
+    """Return the rank in a file name; None for a file that belongs to no rank. Of `tensor_ranks` tensor-parallel ranks,
+    DeepSpeed numbers all of one model together before the next."""
+    found = MODEL3.fullmatch(name) or OPTIM.fullmatch(name)
+    if found:
+        return int(found[found.re.groups - 1]) * tensor_ranks + int(found[found.re.groups])
+    return int(m[1]) if tensor_ranks > 1 and (m := MODEL.fullmatch(name)) else None
 
 
 class Save(NamedTuple):
@@ -119,6 +122,32 @@ class Save(NamedTuple):
             if m := pattern.fullmatch(n):
                 found.setdefault(int(m[group]), []).append(n)
         return dict(sorted(found.items()))
+
+    def tensor_ranks(self, where: str) -> int:
+        """Return how many tensor-parallel ranks the names of the files say, 1 for none. `where` is the path of the
+        save, for errors.
+
+        Raises:
+            Corrupt: the files of one are missing.
+        """
+        found = {r for n in self.names if (r := _tensor_rank(n)) is not None}
+        lost = next(r for r in range(len(found) + 1) if r not in found)
+        if lost < len(found):
+            raise Corrupt(
+                f"{where}: there are files of model parallel rank {max(found)}, and none of rank {lost}. Fetch them.",
+                code="CKPT0402",
+            )
+        return max(1, len(found))
+
+    def of_tensor_rank(self, rank: int) -> Save:
+        """Return the save without the files of the other tensor-parallel ranks, except model files of stages 0 to 2."""
+        return self._replace(names=[n for n in self.names if MODEL.fullmatch(n) or _tensor_rank(n) in (None, rank)])
+
+
+def _tensor_rank(name: str) -> int | None:
+    """Return the tensor-parallel rank in a file name; None for a file that belongs to none."""
+    m = MODEL3.fullmatch(name) or MODEL.fullmatch(name) or OPTIM.fullmatch(name)
+    return int(m[m.re.groups]) if m else None
 
 
 def is_save(names: Iterable[str]) -> bool:
@@ -183,11 +212,11 @@ def find_save(source: Source, tag: str | None, latest: str = "latest") -> Save:
 
 
 def refuse_unsupported_files(save: Save, where: str) -> None:
-    """Refuse saves that are not purely data parallel, by the names of their files. `where` is the path of the save with
-    a slash at its end, for errors.
+    """Refuse saves with state in files that are not read, by the names of their files. `where` is the path of the save
+    with a slash at its end, for errors.
 
     Raises:
-        Unsupported: tensor or pipeline parallel ranks, experts in files of their own, optimizer state on NVMe.
+        Unsupported: pipeline parallel ranks, experts in files of their own, optimizer state on NVMe.
         Corrupt: a file that DeepSpeed's own script would take for one of a rank.
     """
     for n in save.names:
@@ -199,12 +228,6 @@ def refuse_unsupported_files(save: Save, where: str) -> None:
                 "DeepSpeed's own zero_to_fp32.py would take it for one more rank. Move it out of the folder, or give "
                 "it its own name back.",
                 code="CKPT0409",
-            )
-        if m and int(m[m.re.groups]):
-            raise Unsupported(
-                f"{where}{n}: written by model parallel rank {int(m[m.re.groups])}. ckpttool reads saves of data "
-                "parallel training; merge the model parallel ranks with the trainer's own tools first.",
-                code="CKPT0325",
             )
         if foreign:
             raise Unsupported(
@@ -335,16 +358,23 @@ def is_shape(x: object) -> bool:
     return isinstance(x, tuple) and len(x) <= 64 and all(type(n) is int and n >= 0 for n in x)
 
 
-def refuse_model_parallel(file: File) -> None:
-    """Refuse a model file that says it is of one of several model parallel ranks, even if no other rank's files are
-    there.
+def refuse_model_parallel(file: File, tensor_ranks: int = 1) -> None:
+    """Refuse a model file that says it is of one of several model parallel ranks, other than the `tensor_ranks` whose
+    files are read.
 
     Raises:
         Unsupported: with the degrees that the file states.
+        Corrupt: it states another number of tensor-parallel ranks than have files.
     """
     stated = file.tree.get("checkpoint_parallel_dimensions")
     degrees = {"mp_world_size": file.tree.get("mp_world_size"), **(stated if isinstance(stated, dict) else {})}
-    if more := {k: n for k, n in degrees.items() if n not in (None, 1)}:
+    if more := {k: n for k, n in degrees.items() if n not in (None, 1 if k == "pp_degree" else tensor_ranks)}:
+        if tensor_ranks > 1 and degrees.get("pp_degree") in (None, 1):
+            raise Corrupt(
+                f"{file.what}: {short(more)}, and there are files of {tensor_ranks} model parallel ranks. Fetch all "
+                "files of one save.",
+                code="CKPT0402",
+            )
         raise Unsupported(
             f"{file.what}: {short(more)}: a part of a model that was trained with tensor or pipeline parallelism. "
             "ckpttool reads saves of data parallel training; merge the model parallel ranks with the trainer's own "

@@ -50,6 +50,7 @@ from ckpttool.storage.source import Source
 from ..rank_files import Files
 from .files import (
     MAYBE,
+    MODEL,
     MODEL3,
     OPTIM,
     OWN,
@@ -113,26 +114,39 @@ class _ModelNames(NamedTuple):
 class SaveReader:
     """The state that is collected while the files of one save are read."""
 
-    def __init__(self, where: Place, options: ReadOptions, latest: str = "latest") -> None:
+    def __init__(
+        self,
+        where: Place,
+        options: ReadOptions,
+        latest: str = "latest",
+        beside: SaveReader | None = None,
+        rank: int = 0,
+    ) -> None:
         """Find the save and check the names of its files.
 
         Args:
             where: the folder.
             options: what to read, and from which save.
             latest: the name of the file that names the newest save.
+            beside: the reader of tensor-parallel rank 0, if this one is to read the files of another; the two number
+                all files together.
+            rank: the tensor-parallel rank whose files are read.
 
         Raises:
             Corrupt: the save is missing, or a file has a wrong name.
             Unsafe: the tag is not the name of a folder.
-            Unsupported: the save is not purely data parallel.
+            Unsupported: the save is pipeline parallel, or has experts or swapped state in files of their own.
             UsageError: there are several saves, and none is named.
         """
         self.source, self.options = where.source, options
         self.save = find_save(where.source, options.tag, latest)
         self.where = f"{self.source.root}/{self.save.folder}"
         refuse_unsupported_files(self.save, self.where)
+        self.tensor_rank, self.tensor_ranks = rank, self.save.tensor_ranks(self.where)
+        self.save = self.save.of_tensor_rank(rank)
         self.source.prefetch_ends(self.save.folder + n for n in self.save.names if n.endswith(".pt"))
-        self.files = Files(where.source)
+        self.files: Files = Files(where.source) if beside is None else beside.files
+        self.everyone: list[File] = []  # the model files of all ranks, if there are several tensor-parallel ones
         self.notes: list[str] = []
         self.masters: dict[str, TensorEntry] = {}  # trainable parameters, wherever their weights lie
         self.model: dict[str, TensorEntry] = {}
@@ -219,12 +233,14 @@ class SaveReader:
             )
         return [found[r][0] for r in range(world)]
 
-    def load_models_of_stage3(self) -> list[File]:
-        """Load the model files of stage 3, one a rank, in the order of the ranks.
+    def load_models(self) -> list[File]:
+        """Load the model files of the tensor-parallel rank: one, or one a rank in the order of the ranks at stage 3.
 
         Raises:
             Corrupt: one is missing, or from another save.
         """
+        if self.save.files(MODEL, 1):
+            return [self.load(self.files_of_ranks(MODEL, 1, self.tensor_ranks, "model")[self.tensor_rank])]
         found = self.save.files(MODEL3, 1)
         if not found:
             self.files_of_ranks(MODEL3, 1, len(self.save.files(OPTIM, 2)), "model")
@@ -249,7 +265,7 @@ class SaveReader:
             Unsupported: an entry is neither a tensor nor the extra state of a module.
         """
         first = models[0]
-        refuse_model_parallel(first)
+        refuse_model_parallel(first, self.tensor_ranks)
         _check_same_keys(models)
         listed = self._listed_names(models)
         for name, t in listed.module.items():
@@ -265,7 +281,8 @@ class SaveReader:
             self.model[alias] = replace(self.model[owner], path=("model", alias))
         self.model = {n: self.model[n] for n in [*(n for n in listed.module if n in self.model), *self.model]}
         self._note_what_is_left_out(first, listed.module)
-        self.add_other_state(models)
+        if self.tensor_rank == 0:  # it adds that of the others too
+            self.add_other_state(self.everyone or models)
 
     def _listed_names(self, models: list[File]) -> _ModelNames:
         """Return the names that the model files list.
@@ -274,7 +291,7 @@ class SaveReader:
             Corrupt: they have other forms than DeepSpeed's, or contradict one another.
         """
         first = models[0]
-        module, aliases = first.get("module", dict), tied_names(models)
+        module, aliases = first.get("module", dict), tied_names([*models, *self.everyone])
         frozen = first.tree.get("frozen_param_shapes") or {}
         buffers = first.tree.get("buffer_names") or []
         if not isinstance(buffers, list) or not all(isinstance(n, str) for n in buffers):
@@ -319,7 +336,7 @@ class SaveReader:
             return  # with its owner
         elif name in listed.frozen:
             self.model[name] = self._frozen_parameter(name, listed.frozen[name], models)
-        elif is_placeholder(t) and name not in listed.buffers:
+        elif is_placeholder(t) and name not in listed.buffers and self.tensor_ranks == 1:  # else a part may be empty
             raise Corrupt(
                 f'{first.what}: "{name}" is a placeholder in module, but neither param_shapes nor '
                 "frozen_param_shapes names it.",
@@ -386,7 +403,7 @@ class SaveReader:
             module = f.tree.get("module")
             if isinstance(module, dict) and not equal_values(value, module.get(name), models[0], f):
                 nbytes = prod(value.shape) * ITEMSIZE[value.dtype] if isinstance(value, StoredTensor) else 0
-                self.others.append((name, rank, nbytes))
+                self.others.append((name, rank * self.tensor_ranks + self.tensor_rank, nbytes))
 
     def add_other_state(self, files: list[File]) -> None:
         """Add everything in the model files except module and optimizer. Rank 0's values are kept under their own
@@ -511,7 +528,8 @@ class SaveReader:
             like: the names of the parameters that the optimizer numbers, in their order; None if it has names, or they
                 are to be told apart by shapes.
         """
-        self.add_trainer_files()
+        if self.tensor_rank == 0:
+            self.add_trainer_files()
         clean = strip_wrappers(self.model)
         listed = self.rest.get(("buffer_names",))
         if isinstance(listed, list):
@@ -522,7 +540,8 @@ class SaveReader:
         named = with_canonical_keys(canonical(leaves, shape_of, like, same_bytes, self.options.only))
         out = checkpoint_of(named, layout, self.source.root, world, self.files.names, self.source)
         out.records = list(self.files.records.values())
-        out.ranks = {i: r for i, n in enumerate(self.files.names) if (r := rank_of(n.rpartition("/")[2])) is not None}
+        ranks = {i: rank_of(n.rpartition("/")[2], self.tensor_ranks) for i, n in enumerate(self.files.names)}
+        out.ranks = {i: r for i, r in ranks.items() if r is not None}
         out.notes = self.notes + out.notes
         out.trainer = out.trainer or "DeepSpeed"
         out.others = [OtherCopy(f"model.{clean.get(n, n)}", rank, nbytes) for n, rank, nbytes in self.others]

@@ -71,10 +71,7 @@ def read(where: Place, options: ReadOptions) -> Checkpoint:
         Unsupported: a parameter has a name that no folder can have, or the save is not purely data parallel.
     """
     reading = SaveReader(where, options, "latest_universal")
-    if reading.save.files(ds.MODEL, 1):
-        models = [reading.load(reading.files_of_ranks(ds.MODEL, 1, 1, "model")[0])]
-    else:
-        models = reading.load_models_of_stage3()
+    models = reading.load_models()
     shapes = ds.param_shapes(models[0])
     if reading.save.files(ds.MODEL, 1) and ds.zero_setting(models[0].tree.get("ds_config"), "round_robin_gradients"):
         raise Corrupt(

@@ -52,6 +52,7 @@ from . import files as ds
 from .files import File, FlatRange
 from .geometry import FlatPlace, Groups, concatenate_parameters, elements_per_rank, partition_parameters
 from .module_state import DERIVED, SaveReader
+from .tensor_parallel import read_tensor_ranks
 
 __all__ = ["LAYOUTS"]
 
@@ -86,13 +87,17 @@ def _read(where: Place, options: ReadOptions) -> Checkpoint:
 
     Raises:
         Corrupt: files of ranks are missing, duplicated, or of different saves.
-        Unsupported: the save is not purely data parallel, or has its optimizer state on NVMe.
+        Unsupported: the save is of ranks whose parts nothing tells how to join, or has its optimizer state on NVMe.
         UsageError: there are several saves, and none is named.
     """
-    reading = SaveReader(where, options)
+    return read_tensor_ranks(where, options, _read_rank)
+
+
+def _read_rank(reading: SaveReader, models: list[File]) -> Checkpoint:
+    """Return the index of what one tensor-parallel rank saved, or the only one; `models` are its model files."""
     if not reading.save.files(ds.MODEL, 1):
-        return _read_stage3(reading)
-    model = reading.load(reading.files_of_ranks(ds.MODEL, 1, 1, "model")[0])
+        return _read_stage3(reading, models)
+    (model,) = models
     if reading.save.files(ds.OPTIM, 2) or model.tree.get("param_shapes") is not None:  # at stage 0 there are none
         return _read_stage12(reading, model)
     return _read_stage0(reading, model)
@@ -321,14 +326,14 @@ def _shared_counter(reading: SaveReader, files: list[File], values: list[Any], w
     return reading.whole_tensor(files[0], first, ()) if isinstance(first, StoredTensor) else first
 
 
-def _read_stage3(reading: SaveReader) -> Checkpoint:
-    """Read a save of stage 3, whose ranks have a part of every parameter, and return its index.
+def _read_stage3(reading: SaveReader, models: list[File]) -> Checkpoint:
+    """Read a save of stage 3, whose ranks have a part of every parameter, and return its index. `models` are the model
+    files, in the order of the ranks.
 
     Raises:
         Corrupt: files are missing, or contradict one another.
         Unsupported: the optimizer state was on NVMe.
     """
-    models = reading.load_models_of_stage3()
     world = len(models)
     shapes = ds.param_shapes(models[0])
     flats, lengths = partition_parameters(shapes, world)
