@@ -3,7 +3,9 @@
     DIR/latest_universal                             the tag, no newline; written last
     DIR/<tag>/zero/<fqn>/fp32.pt exp_avg.pt exp_avg_sq.pt       stage 3: a bare flat tensor, its shape is in
                                                                 param_shapes
-                                                     stages 1, 2: {"param": tensor, "cat_dim": 0}, and step.pt
+                                                     stages 1, 2: {"param": tensor, "cat_dim": 0}, and step.pt;
+                                                                stage 3 of an AutoTP job: the same without step.pt,
+                                                                without which each rank takes the whole for its part
     DIR/<tag>/zero/optimizer_state.pt                loss scaler, param_groups; stage 3: the steps
     DIR/<tag>/*_model_states.pt                      as in a ZeRO save (deepspeed/module_state.py): of the ranks it was
                                                      made from
@@ -13,7 +15,8 @@ DeepSpeed's own loader does not restore from here; nor does it, at stage 3, rest
 groups than the first, or slots other than exp_avg and exp_avg_sq. zero3 has none of these problems: write that if the
 number of ranks is known.
 
-Written (deepspeed/write_universal.py): for --zero-stage 1, 2 or 3, the model file of one rank.
+Written (deepspeed/write_universal.py): for --zero-stage 1, 2 or 3, the model file of one rank. An AutoTP job of any
+size cuts the whole tensors by itself.
 
 Sources: deepspeed 0.19.8, checkpoint/ds_to_universal.py, runtime/zero/stage3.py
 (load_hp_checkpoint_state_from_checkpoint_dir_stage3), runtime/base_optimizer.py, checkpoint/universal_checkpoint.py.
@@ -71,6 +74,12 @@ def read(where: Place, options: ReadOptions) -> Checkpoint:
         Unsupported: a parameter has a name that no folder can have, or the save is not purely data parallel.
     """
     reading = SaveReader(where, options, "latest_universal")
+    if reading.tensor_ranks > 1:
+        raise Unsupported(
+            f"{reading.where}: made from a save of {reading.tensor_ranks} tensor parallel ranks, whose model files are "
+            "joined only when that save itself is read. Convert that one.",
+            code="CKPT0325",
+        )
     models = reading.load_models()
     shapes = ds.param_shapes(models[0])
     if reading.save.files(ds.MODEL, 1) and ds.zero_setting(models[0].tree.get("ds_config"), "round_robin_gradients"):

@@ -101,15 +101,17 @@ def _add_parameter(
             "one. Write another layout, or rename the parameter in the source.",
             code="CKPT0316",
         )
-    entry = plan.tensors[name]
+    entry, parallel = plan.tensors[name], plan.ds_config.get("tensor_parallel")
+    autotp = isinstance(parallel, dict) and parallel.get("autotp_size") not in (None, 0, 1)
     entries: dict[str, tuple[TensorEntry, TensorEntry | None]] = {"fp32": (entry, state.tensors[name])}
     if name in state.fresh:  # zeros
         entries.update({s: (replace(entry, dtype="float32"), None) for s in slots})
     else:
         entries.update({s: (plan.slot_entry(name, s), t) for s, t in state.slots.get(name, {}).items()})
     for slot, (t, origin) in entries.items():
-        ref = TensorRef(t.dtype, (t.numel,) if stage == 3 else entry.shape, "0", t.numel)
-        tree = ref if stage == 3 else {"cat_dim": 0, "param": ref}
+        bare = stage == 3 and not autotp  # as older DeepSpeed needs it
+        ref = TensorRef(t.dtype, (t.numel,) if bare else entry.shape, "0", t.numel)
+        tree = ref if bare else {"cat_dim": 0, "param": ref}
         f = files.add(f"{plan.tag}/zero/{name}/{slot}.pt", tree, {"0": t.nbytes})
         if origin is not None:
             path: Path = ("model", name) if slot == "fp32" else ("optim", "state", name, slot)
