@@ -296,6 +296,9 @@ def test_every_command_of_a_trainer_s_page_runs(page: str, desk: Path, monkeypat
         "snapshot": "torchsnapshot_w1/ckpt/snap", "automodel": "automodel_w2", "olmo": "olmo_core_w3", "nanotron": "../nanotron/zero1", "tc/step-3": "../checkpointing/fsdp/ckpt", "megatron": "../megatron/buckets_tp2/ckpt", "transformers-3": "transformers_w2/ckpt",
     }.items():  # fmt: skip
         shutil.copytree(jobs / source, desk / name)
+    with tarfile.open(FIXTURES / "autotp" / "tp2_dp2_z1_bf16.tar.xz") as archive:
+        archive.extractall(desk / "unpacked", filter="data")
+    (desk / "unpacked" / "tp2_dp2_z1_bf16" / "ckpt").rename(desk / "autotp")
     if page.endswith("torchtune.md"):
         tune = FIXTURES / "maps" / "tune-llama3"
         ckpttool.convert(tune / "epoch_0", desk / "from.pt", map="torchtune-llama3", config=str(tune))

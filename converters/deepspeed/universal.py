@@ -228,7 +228,8 @@ _ROWS = {
         (
             "**universal**",
             "what `ds_to_universal.py` writes, for any stage",
-            "the same; DeepSpeed's loader restores less than the files hold, see [formats](formats.md#universal)",
+            "the same, for AutoTP jobs of any size too; DeepSpeed's loader restores less than the files hold, see "
+            "[formats](formats.md#universal)",
         ),
     ),
 }

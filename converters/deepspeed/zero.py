@@ -584,7 +584,7 @@ _ROWS = {
         (
             "**zero3**, **zero2**, **zero1**",
             "DeepSpeed ZeRO folder",
-            "fp32, bf16, fp16, CPU offload, sub-groups, hpZ",
+            "fp32, bf16, fp16, CPU offload, sub-groups, hpZ, AutoTP",
             "everything",
         ),
     ),
@@ -604,7 +604,7 @@ _ROWS = {
             (
                 "saves of a stage 3 engine: sub-groups, several param groups, frozen and tied parameters, "
                 "persistent small parameters, hpZ, fp32, bf16, fp16 with its loss scaler, CPU offload, saves at "
-                "step 0"
+                "step 0; AutoTP of DeepSpeed 0.19, joined"
             ),
             "files that a stage 3 engine resumes from at any world size, and that `zero_to_fp32.py` reads",
         ),
@@ -634,7 +634,7 @@ _ROWS_2 = {
     "layouts": (
         (
             "**zero2**, **zero1**",
-            "stages 2, 1 and 0: padding, round-robin gradients, `elastic_checkpoint`, `BF16_Optimizer`",
+            "stages 2, 1 and 0: padding, round-robin gradients, `elastic_checkpoint`, `BF16_Optimizer`, AutoTP",
             "the same for stages 2 and 1",
         ),
     ),
