@@ -186,14 +186,14 @@ def test_a_file_copied_over_another_ranks_is_refused(unpacked: Unpack, tmp_path:
         ckpttool.convert(folder, tmp_path / "out", to="dcp", world_size=1)
 
 
-def test_loss_scales_that_differ_are_refused(unpacked: Unpack, tmp_path: Path) -> None:
+def test_learning_rates_that_differ_are_refused(unpacked: Unpack, tmp_path: Path) -> None:
     folder = changed(unpacked, TP3, tmp_path)
 
     def change(tree: Any) -> None:
         tree["optimizer_state_dict"]["base_optimizer_state"]["param_groups"][0]["lr"] = 0.5
 
     rewrite(folder / "global_step3/zero_pp_rank_0_mp_rank_01_optim_states.pt", change)
-    with pytest.raises(Corrupt, match="param_groups.0.lr.* is 0.5 on model parallel rank 1"):
+    with pytest.raises(Corrupt, match=r"param_groups.0.lr.* is 0.5 on model parallel rank 1"):
         ckpttool.convert(folder, tmp_path / "out", to="dcp", world_size=1)
 
 

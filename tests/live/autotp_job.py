@@ -94,7 +94,9 @@ def truth(engine: Any, tp: int) -> dict[str, Tensor]:
     out = {}
     for name, p in engine.module.named_parameters():
         mine = {f"model.{name}": safe_get_full_fp32_param(p).clone()}
-        mine |= {f"optim.state.{name}.{s}": safe_get_full_optimizer_state(p, s).clone() for s in ("exp_avg", "exp_avg_sq")}
+        mine |= {
+            f"optim.state.{name}.{s}": safe_get_full_optimizer_state(p, s).clone() for s in ("exp_avg", "exp_avg_sq")
+        }
         how = getattr(p, "ds_autotp_universal_checkpoint_meta", {}).get("conversion", {}).get("affine_map")
         for key, x in mine.items():
             parts: list[Any] = [None] * dist.get_world_size()
