@@ -86,7 +86,10 @@ def read_tensor_ranks(
         r.everyone = [f for of_rank in zip(*models, strict=True) for f in of_rank]
     parts = [read_rank(r, m) for r, m in zip(readings, models, strict=True)]
     if any(p.salvage is not None for p in parts):
-        raise Unsupported(f"{first.where}: files of a tensor parallel save are lost, which cannot be salvaged.")
+        raise Unsupported(
+            f"{first.where}: files of a tensor parallel save are lost, and what is left cannot be joined. Fetch them.",
+            code="CKPT0325",
+        )
     return _Joining(first, parts, maps, models[0][0]).join()
 
 
@@ -142,7 +145,7 @@ class _Joining:
             maps: {"^<FQN, escaped>$": map as it is stored}.
             model: a model file of rank 0.
         """
-        self.where, self.parts, self.model = reading.where, parts, model
+        self.where, self.parts = reading.where, parts
         info = model.tree[_INFO]
         refused = info.get("autotp_unsupported_parameter_patterns")
         self.refused = refused if isinstance(refused, dict) else {}
@@ -181,7 +184,11 @@ class _Joining:
             for n, t in first.tensors.items()
         }
         replicas, self.replicas = self.replicas, []  # the rounded weights go nowhere: their copies are not compared
-        rounded = {n: self._join_tensor(n, [p.rounded.get(n) for p in self.parts]) for n in first.rounded}
+        rounded = {
+            n: self._join_tensor(n, [p.rounded.get(n) for p in self.parts])
+            for n, t in first.rounded.items()
+            if all(n in p.rounded or self._has_nothing(r, t.parameter) for r, p in enumerate(self.parts))
+        }
         values = {n: v for n, v in first.values.items() if v.path[:2] != ("extra", _INFO)}
         world = first.world_size or 1
         out = replace(
