@@ -25,6 +25,7 @@ from ..index.selection import NOT_RESUMED, EntrySelection
 from ..index.weight_sets import describe_weight_sets
 from ..options import SearchPart, SizeRequest, list_keywords
 from ..printable import count_noun, list_first, printable
+from ..program import Advice
 from ..storage import urls
 from ..storage.source import Source
 from ..storage.whole_file import write_whole
@@ -235,6 +236,8 @@ def summarise(
         c = components.setdefault(v.component, {"tensors": 0, "bytes": 0, "elements": 0, "dtypes": {}, "values": 0})
         c["values"] += 1
     order = ("model", "optim", "scheduler", "scaler", "rng", "dataloader", "trainer", "extra")
+    wrong = opened.describe_sampled_masters()
+    shown = urls.redact_url(os.fspath(path)) if urls.is_url(path) else os.fspath(path)
     return Summary(
         path=urls.display_path(path),
         layout=ckpt.layout,
@@ -251,10 +254,11 @@ def summarise(
         notes=[
             *ckpt.notes,
             *_list_notes(ckpt),
+            *([wrong] if wrong else ()),
             *([f"only {', '.join(only)} was looked at"] if only is not None else []),
         ],
         not_read=[r.to_json() for r in ckpt.unread],
-        next=_describe_next(opened, urls.redact_url(os.fspath(path)) if urls.is_url(path) else os.fspath(path)),
+        next=_describe_next(opened, shown) if wrong is None else Advice(ckpt, shown).convert("--only model"),
         adapter=_describe_adapter(ckpt, opened.source),
         encoding=_describe_encoding(opened),
         weights=describe_weight_sets(ckpt) if ckpt.derived is None else [],

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Unpack
 
 from .. import layouts
-from ..errors import Corrupt, NotRecognised, Unsupported, UsageError, argument
+from ..errors import CkpttoolError, Corrupt, NotRecognised, Unsupported, UsageError, argument
 from ..formats.pickles import Refused, children
 from ..formats.stored_tensors import flatten_like_dcp
 from ..index.check import check
@@ -87,6 +87,7 @@ class OpenCheckpoint(Mapping[str, "TensorHandle"]):
     # result
     inputs: tuple[OpenCheckpoint, ...] = ()
     left_behind: list[Dropped] = field(default_factory=list)
+    whole: Checkpoint | None = None  # the index before components were left out
     # values that ckpttool had to add when it wrote the files, and that are no part of the state
     of_layout: set[str] = field(default_factory=set)
     _record: list[Recorded | None] = field(default_factory=list)
@@ -228,6 +229,35 @@ class OpenCheckpoint(Mapping[str, "TensorHandle"]):
             mixups.refuse_mixed_steps(self.checkpoint, self.source)
             if self.source.patched is None:
                 masters.refuse_other_masters(self.checkpoint, self.source)
+                if self.whole is not None:
+                    rest = masters.pairs_of_moments(self.whole, self.checkpoint)
+                    masters.refuse_other_masters(self._locate_part(rest), self.source)
+
+    def _locate_part(self, part: Checkpoint) -> Checkpoint:
+        """Return a part of the index with its tensors located in files."""
+        if self.located or self.layout.locate is None or not part.tensors:
+            return part
+        return self.layout.locate(part, self.source)
+
+    def describe_sampled_masters(self, most: int = 32) -> str | None:
+        """Look at elements of at most `most` masters (fp32 copies), or of 4 where every read is a request, and say
+        which do not round to the weights beside them; None where all do, and where their bytes cannot be read, which
+        is for `locate` to say."""
+        from .transform import masters
+
+        if self.source.patched is not None:
+            return None
+        ckpt = self.checkpoint
+        if self.whole is not None and masters.pairs_of_moments(self.whole, ckpt).tensors:
+            ckpt = self.whole
+        some = masters.some_pairs(ckpt, 4 if self.source.is_remote else most)
+        try:
+            found = masters.sample_masters(some := self._locate_part(some), self.source)
+        except CkpttoolError:
+            return None
+        count, every = len(masters.master_pairs(some)), len(masters.master_pairs(ckpt))
+        head = f"of {every:,} fp32 masters {count:,} were looked at: " if count < every else ""
+        return head + masters.describe_differences(some, found) if found else None
 
     def records_in(self, files: Iterable[int]) -> list[Record]:
         """Find the records of some files; a search of all of them for every tensor would be quadratic."""
@@ -500,6 +530,7 @@ def open_checkpoint(
             notes += _note_missing_random_states(ckpt)
         ckpt = replace(ckpt, notes=[*ckpt.notes, *notes, *unused])
         # the part that was asked for, as far as it can be read
+        whole = None if only is None else ckpt
         if only is not None:
             ckpt = _keep_components(ckpt, only, selection.only or ())
         ckpt, unreadable = _leave_unreadable(ckpt, needed)
@@ -513,6 +544,7 @@ def open_checkpoint(
             allow_mixed_steps=options.allow_mixed_steps,
             selection=selection,
             left_behind=unreadable,
+            whole=whole,
             of_layout=of_layout,
             _record=[record],
         )

@@ -72,7 +72,7 @@ def test_elements_that_do_not_round_are_counted_and_the_first_is_named(
     copies["a.weight"][60:] *= 1.01
     copies["c"] += 1
     torch.save(tree, path)
-    assert doctor(path).findings == []
+    assert [f.kind for f in doctor(path).findings] == ["masters"]  # by a sample
     wrong = copies["a.weight"].to(dtype) != tree["model"]["a.weight"]
     first = torch.nonzero(wrong)[0].tolist()
     (one,) = masters(path)
@@ -94,7 +94,18 @@ def test_a_save_that_megatron_core_itself_gets_wrong_is_found(tmp_path: Path) ->
     for command in (lambda: ckpttool.convert(source, tmp_path / "a.pt"), lambda: ckpttool.verify(source)):
         with pytest.raises(Corrupt, match=r"10 of 15 fp32 masters.*fully_reshardable.*allow_mixed_steps"):
             command()
+    # the moments are of the wrong places, too, also where the masters were not asked for; the weights are not
+    for only in (["optim"], ["model", "optim"], ["optim", "extra"]):
+        with pytest.raises(Corrupt, match=r"10 of 15 fp32 masters"):
+            ckpttool.convert(source, tmp_path / "a.pt", only=only)
     assert not (tmp_path / "a.pt").exists()
+    assert ckpttool.convert(source, tmp_path / "weights.pt", only=["model"])
+    assert [f.kind for f in doctor(source).findings if f.severity == "damage"] == ["masters"]
+    for part in (None, ["optim"]):
+        found = ckpttool.inspect(source, only=part)
+        assert any("10 of 15 fp32 masters do not round" in n for n in found.notes)
+        assert found.next == f"ckpttool convert {source} OUT --only model"
+    assert not any("masters" in n for n in ckpttool.inspect(source, only=["model"]).notes)
     ckpttool.convert(source, tmp_path / "a.pt", allow_mixed_steps=True)
     tree = torch.load(tmp_path / "a.pt", weights_only=False)
     wrong = [n for n, t in tree["extra"]["master"].items() if not torch.equal(t.bfloat16(), tree["model"][n])]
@@ -137,6 +148,17 @@ def test_a_master_is_equal_to_a_weight_in_float32(tmp_path: Path) -> None:
     changed = int((weight != master).sum())
     assert f"{changed} of 2,100 elements, the first at [69, 0]" in one.text
     assert f"the master is {master[69, 0].item():.9g}, and the weight is {weight[69, 0].item():.9g}" in one.text
+
+
+def test_inspect_looks_at_some_of_many_masters(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    masters = {f"w{i:03}": torch.randn(9, 5) for i in range(200)}
+    weights = {n: m.bfloat16() + (n > "w120") for n, m in masters.items()}
+    torch.save({"model": weights, "extra": {"master": masters}}, tmp_path / "a.pt")
+    assert any(
+        n.startswith("of 200 fp32 masters 32 were looked at: 12 of 32 ")
+        for n in ckpttool.inspect(tmp_path / "a.pt").notes
+    )
 
 
 @pytest.mark.parametrize("shape", [(300, 700), (100000,), (3, 40, 2000), (1, 50000, 3)])

@@ -108,15 +108,18 @@ class NumbersCheck:
         return out
 
 
-@check(MASTERS, reads_data=True)
+@check(MASTERS)
 def find_other_masters(at: Examined) -> list[Finding]:
-    """Find masters (fp32 copies) that do not round to their weights, reading both; `at.request.progress` is called with
-    ("compare", bytes done, bytes in all).
+    """Find masters (fp32 copies) that do not round to their weights, reading both, or a few places of each where the
+    data is not to be read; `at.request.progress` is called with ("compare", bytes done, bytes in all).
 
     Raises:
         Corrupt, SourceChanged: bytes are missing or were changed.
     """
-    found = masters.find_differing_masters(at.ckpt, at.source, at.request.progress)
+    if at.request.read_data:
+        found = masters.find_differing_masters(at.ckpt, at.source, at.request.progress)
+    else:
+        found = masters.sample_masters(at.ckpt, at.source) if at.source.patched is None else {}
     return [Finding(MASTERS, DAMAGE, None, tuple(found), masters.describe_differences(at.ckpt, found))] if found else []
 
 

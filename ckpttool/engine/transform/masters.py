@@ -11,6 +11,7 @@ masters as the weights, and what its engine computes with in `Checkpoint.rounded
     find_numeric_remainders(...)  float32 tensors in the place of masters that are no masters (remainders.py)
     find_differing_masters(...)   all elements of all pairs, reading both
     refuse_other_masters(...)     a sample of every pair, before anything else is read
+    sample_masters(...)           how those differ in it
 """
 
 from __future__ import annotations
@@ -40,7 +41,10 @@ __all__ = [
     "find_differing_masters",
     "find_numeric_remainders",
     "master_pairs",
+    "pairs_of_moments",
     "refuse_other_masters",
+    "sample_masters",
+    "some_pairs",
     "where_element",
 ]
 
@@ -103,13 +107,30 @@ def find_differing_masters(ckpt: Checkpoint, source: Source, progress: Progress)
     return found
 
 
-def refuse_other_masters(ckpt: Checkpoint, source: Source) -> None:
-    """Refuse masters (fp32 copies) that do not round to the weights beside them, looking at a few places of each, or at
-    one where every read is a request. Compressed tensors are passed over, since only a read of all their bytes could
-    tell.
+def pairs_of_moments(whole: Checkpoint, part: Checkpoint) -> Checkpoint:
+    """Return what `part` of a checkpoint lacks of the pairs whose moments it has: a save that stored masters at wrong
+    places stored the moments there, too."""
+    trained = {t.parameter for t in part.tensors.values() if t.slot is not None}
+    pairs = {n: pair for n, pair in master_pairs(whole).items() if pair[1].parameter in trained}
+    wanted = {joined(t.path) for pair in pairs.values() for t in pair}
+    return whole.part(wanted.__contains__ if wanted - part.tensors.keys() else lambda name: False)
+
+
+def some_pairs(ckpt: Checkpoint, most: int) -> Checkpoint:
+    """Return at most `most` pairs of a checkpoint, spread over its names."""
+    pairs = list(master_pairs(ckpt).values())
+    n = min(most, len(pairs))
+    wanted = {joined(t.path) for k in range(n) for t in pairs[k * len(pairs) // n]}
+    return ckpt.part(wanted.__contains__)
+
+
+def sample_masters(ckpt: Checkpoint, source: Source) -> dict[str, MasterDifference]:
+    """Look at a few places of each master (fp32 copy) and of its weight, or at one where every read is a request;
+    returns {weight: how its master differs}. Compressed tensors are passed over, since only a read of all their bytes
+    could tell.
 
     Raises:
-        Corrupt: with counts, the first tensors, their numbers, and what may have happened.
+        Corrupt, SourceChanged: bytes are missing or were changed.
     """
     rows = []
     for name, (master, weight) in master_pairs(ckpt).items():
@@ -121,10 +142,19 @@ def refuse_other_masters(ckpt: Checkpoint, source: Source) -> None:
     found: dict[str, MasterDifference] = {}
     for _ in _compare(ckpt, source, rows, found, IOBudget(1, 256 << 10)):
         pass
-    if found:
+    return found
+
+
+def refuse_other_masters(ckpt: Checkpoint, source: Source) -> None:
+    """Refuse masters (fp32 copies) that do not round to the weights beside them, by a sample of them.
+
+    Raises:
+        Corrupt: with counts, the first tensors, their numbers, and what may have happened.
+    """
+    if found := sample_masters(ckpt, source):
         raise Corrupt(
-            f"{ckpt.root}: {describe_differences(ckpt, found)}. To keep both as they are, use "
-            f"{argument('allow_mixed_steps', True)}.",
+            f"{ckpt.root}: {describe_differences(ckpt, found)}. The weights alone: {argument('only', ['model'])}. To "
+            f"keep both as they are, use {argument('allow_mixed_steps', True)}.",
             code="CKPT0415",
         )
 
