@@ -114,6 +114,8 @@ class _Tensor(_Bound, _Inert):
         """
         collect, n = self.collect, len(state["chunks"])
         first = len(collect.starts) - n
+        if collect.planned and any(x not in collect.instances.values() for x in state["chunks"]):
+            raise Corrupt("a chunk of .metadata is in a plan of its saver", code="CKPT0406")
         if first < collect.tensors:
             raise Corrupt("two tensors of .metadata share a chunk; torch does not write that", code="CKPT0406")
         self.state = (state["properties"], state["size"], first, n)
@@ -132,32 +134,27 @@ class _BytesCounted(_Bound, _Bytes):
 
 
 class _Single(_Bound, pickles.SharedStandIn):
-    """A class with a single instance, and another one once the plans have begun."""
+    """A class with a single instance, and another one inside plans."""
 
     __slots__ = ()
 
     def __new__(cls, *args: Any) -> _Single:
-        """Return the one instance; another one once the plans of Megatron's saver have begun.
+        """Return the one instance; another one inside a plan of a saver.
 
         Raises:
             Corrupt: the pickle gives it arguments.
         """
         if args:
             raise Corrupt(f"a {cls.__name__} with arguments", code="CKPT0406")
-        return (cls.collect.spent if cls.collect.ended else cls.collect.instances)[cls]
+        cls.collect.begun += 1
+        return (cls.collect.spent if cls.collect.depth else cls.collect.instances)[cls]
 
     def forgets(self, state: Any) -> bool:
-        """Clear a state that is part of a plan (what a rank of Megatron's saver was to write); return whether it was.
-
-        Raises:
-            Corrupt: the object was begun before the plans, in another field.
-        """
-        if not self.collect.ended:
-            return False
-        if self is self.collect.instances.get(type(self)):
-            raise Corrupt("the plans of Megatron's saver begin inside another field of .metadata", code="CKPT0406")
-        state.clear()
-        return True
+        """Clear a state that is part of a plan (what a rank of a saver was to write); return whether it was."""
+        self.collect.begun -= 1
+        if self.collect.depth:
+            state.clear()
+        return self.collect.depth > 0
 
 
 class _Box(_Single):
@@ -210,7 +207,6 @@ class _Item(_Single):
         Raises:
             Corrupt: its fields are not those of torch, or no place came before it. TypeError: a field is of another
                 type.
-            Unsupported: the plans of Megatron's saver come before it.
         """
         if state.keys() not in _ITEM_FIELDS:
             raise Corrupt(
@@ -218,11 +214,7 @@ class _Item(_Single):
                 code="CKPT0406",
             )
         if self.forgets(state):
-            raise Unsupported(
-                ".metadata has plans of its saver before its storage_data, as nvidia-resiliency-ext may keep them in "
-                "planner_data. Load and save the checkpoint once with torch.distributed.checkpoint, which writes none",
-                code="CKPT0329",
-            )
+            return
         collect, path = self.collect, state["relative_path"]
         found = collect.last
         if not isinstance(path, str):
@@ -241,7 +233,7 @@ class _Item(_Single):
         state.clear()
 
 
-class _Planned(_Single):
+class _Planned(_Bound, pickles.SharedStandIn):
     """WriteItem, and what is in it."""
 
     __slots__ = ()
@@ -252,22 +244,26 @@ class _Planned(_Single):
         Raises:
             Corrupt: no plan has begun.
         """
-        if not cls.collect.ended:
-            raise Corrupt("a part of a plan of Megatron's saver is in another field of .metadata", code="CKPT0406")
-        return cls.collect.planned
+        if not cls.collect.depth:
+            raise Corrupt("a part of a plan of a saver is in another field of .metadata", code="CKPT0406")
+        return cls.collect.part
 
     def __setstate__(self, state: Any) -> None:
         state.clear()
 
 
-class _Plan(_Planned):
-    """SavePlan, the first of which ends the collection."""
+class _Plan(_Bound, pickles.SharedStandIn):
+    """SavePlan: what is built between its beginning and its state is not collected."""
 
     __slots__ = ()
 
     def __new__(cls, *args: Any) -> _Plan:
-        cls.collect.ended = True
+        cls.collect.pass_edge(1)
         return cls.collect.plan
+
+    def __setstate__(self, state: Any) -> None:
+        self.collect.pass_edge(-1)
+        state.clear()
 
 
 class _Collector:
@@ -278,10 +274,11 @@ class _Collector:
     this by counting.
 
     Megatron-Core's savers put the plans of all ranks (`all_local_plans`, a list of SavePlan) behind the fields of
-    torch, and they name every chunk and place once more. The first SavePlan ends the collection: from then on each
-    class has another single instance, which forgets its state. So nothing of the plans can be part of what was
-    collected before: an object begun before the plans and set after their beginning is refused, and so is an item among
-    them, and `_columns` looks whether `storage_data` holds the first kind of instance alone.
+    torch, and nvidia-resiliency-ext may keep them in planner_data (its pull request 353); they name every chunk and
+    place once more. Inside a plan each class has another single instance, which forgets its state. So nothing of the
+    plans can be part of what is collected: a plan inside an object that was begun before it is refused, and so is an
+    object that is begun in a plan and set behind it; `_Tensor` and `_check_storage` look whether chunks, places and
+    items are of the first kind of instance alone.
     """
 
     def __init__(self) -> None:
@@ -295,13 +292,14 @@ class _Collector:
         self.files: dict[str, int] = {}
         self.places = self.items = 0
         self.built: list[int] = [0, 0]  # tensors and values
-        self.ended = False  # whether the plans have begun
+        self.begun = 0  # objects of classes with a single instance whose state is still to come
+        self.depth, self.planned = 0, False  # plans that have begun and not ended; whether there was one
         box, place, item = self._bind(_Box), self._bind(_Place), self._bind(_Item)
         planned, plan = self._bind(_Planned), self._bind(_Plan)
         self.tensor_class = self._bind(_Tensor)
         self.instances: dict[type, _Single] = {cls: object.__new__(cls) for cls in (box, place, item)}
         self.spent: dict[type, _Single] = {cls: object.__new__(cls) for cls in (box, place, item)}
-        self.planned, self.plan = object.__new__(planned), object.__new__(plan)
+        self.part, self.plan = object.__new__(planned), object.__new__(plan)
         self.single = self.instances[place], self.instances[item]
         self.stand_ins: dict[tuple[str, str], Any] = {
             **_STAND_INS,
@@ -316,6 +314,16 @@ class _Collector:
         }
         for name in ("WriteItem", "WriteItemType", "TensorWriteData", "BytesIOWriteData"):
             self.stand_ins[PLANNER, name] = planned
+
+    def pass_edge(self, by: int) -> None:
+        """Note that a plan begins (1) or ends (-1).
+
+        Raises:
+            Corrupt: it does so inside another object, or none has begun.
+        """
+        if self.begun or self.depth + by < 0:
+            raise Corrupt("a plan of a saver is inside another field of .metadata", code="CKPT0406")
+        self.depth, self.planned = self.depth + by, True
 
     def _bind(self, cls: type[T]) -> type[T]:
         """Return a subclass of a stand-in that has this collector as its attribute `collect`."""
@@ -480,7 +488,7 @@ def _columns(tops: list[tuple[Any, _Collector]], what: str) -> Index:
                         code="CKPT0406",
                     )
                 out.whole[key] = list(shape)
-        _read_paths(state, out, what)
+        _read_paths(state, collector, out, what)
         _refuse_twice_listed(state["state_dict_metadata"].values(), collector, what)
         numbers = [files.setdefault(name, len(files)) for name in collector.files]  # this file's -> all files'
         _read_entries(state["state_dict_metadata"], collector, numbers, tensors, out, what)
@@ -502,7 +510,7 @@ def _check_storage(state: dict[str, Any], collector: _Collector, what: str) -> N
 
     Raises:
         Unsupported: a class is not known.
-        Corrupt: chunks or items do not add up, or plans of Megatron's saver are among them.
+        Corrupt: chunks or items do not add up, or plans of a saver are among them.
     """
     items = state.get("storage_data")
     if other := next((x for x in items.values() if isinstance(x, pickles.Opaque)), None) if items else None:
@@ -515,15 +523,17 @@ def _check_storage(state: dict[str, Any], collector: _Collector, what: str) -> N
         raise Corrupt(
             f"{what}: {len(collector.starts)} chunks, of which {collector.tensors} belong to a tensor.", code="CKPT0406"
         )
-    if collector.ended and any(pair != collector.single for pair in state["storage_data"].items()):
-        raise Corrupt(f"{what}: storage_data holds plans of Megatron's saver.", code="CKPT0406")
+    if collector.planned and any(pair != collector.single for pair in state["storage_data"].items()):
+        raise Corrupt(f"{what}: storage_data holds plans of a saver.", code="CKPT0406")
 
 
-def _read_paths(state: dict[str, Any], out: Index, what: str) -> None:
-    """Add the paths of planner_data to `out.paths`; it has those of all entries or none.
+def _read_paths(state: dict[str, Any], collector: _Collector, out: Index, what: str) -> None:
+    """Add the paths of planner_data to `out.paths`; it has those of all entries or none. A list of plans there is
+    passed over.
 
     Args:
         state: fields of Metadata, of one file.
+        collector: what was collected while that file was unpickled.
         out: the index so far.
         what: name of the file in messages.
 
@@ -536,6 +546,9 @@ def _read_paths(state: dict[str, Any], out: Index, what: str) -> None:
             code="CKPT0406",
         )
     paths, listed = state["planner_data"] or {}, state["state_dict_metadata"]
+    if collector.planned:
+        plan = collector.plan
+        paths = {k: v for k, v in paths.items() if not (isinstance(v, (list, tuple)) and all(x is plan for x in v))}
     for key, path in paths.items():
         if not isinstance(path, tuple) or not path or not all(isinstance(p, (str, int)) for p in path):
             raise Corrupt(f"{what}: the path of {pickles.short(key)} is {pickles.short(path)}.", code="CKPT0406")

@@ -107,20 +107,47 @@ def test_places_behind_the_plans_are_refused(tmp_path: Path, large: bool, monkey
     top = saved()
     top.all_local_plans = plans()  # type: ignore[attr-defined]
     top.more = _StorageInfo("__0_0.distcp", 0, 10)  # type: ignore[attr-defined]
-    with pytest.raises(CkpttoolError, match="plans of its saver before its storage_data"):
+    with pytest.raises(CkpttoolError, match=r"not made of .index, info. pairs"):
         read(tmp_path, top, large, monkeypatch)
 
 
 @pytest.mark.parametrize("large", [False, True])
-def test_plans_in_planner_data_are_named_and_not_read(
-    tmp_path: Path, large: bool, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("paths", [{}, {"w": ("w",), "v/shard_0_1": ("v/shard_0_1",)}], ids=["alone", "paths"])
+def test_plans_in_planner_data_change_nothing(
+    tmp_path: Path, paths: dict[str, Any], large: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As nvidia-resiliency-ext may keep them; no such file was seen, so what is here is made by hand."""
+    """As nvidia-resiliency-ext may keep them (its pull request 353); no such file was seen, so this one is made here."""
     top = saved()
-    top.planner_data = {"w": ("w",), "v/shard_0_1": ("v/shard_0_1",), "_nvrx_plans": plans()}
-    with pytest.raises(CkpttoolError, match="as nvidia-resiliency-ext may keep them in planner_data") as e:
+    top.planner_data = paths
+    plain = read(tmp_path, top, large, monkeypatch)
+    top.planner_data = {**paths, "_nvrx_plans": plans()}
+    assert read(tmp_path, top, large, monkeypatch).to_bytes() == plain.to_bytes()
+    top.planner_data = {"_nvrx_plans": tuple(plans()), **paths}
+    top.all_local_plans = plans()  # type: ignore[attr-defined]
+    assert read(tmp_path, top, large, monkeypatch).to_bytes() == plain.to_bytes()
+
+
+@pytest.mark.parametrize("large", [False, True])
+@pytest.mark.parametrize("of", ["chunk", "place", "item", "nested"])
+def test_what_torch_loads_is_not_taken_from_plans(
+    tmp_path: Path, of: str, large: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Objects of a plan that another field shares are not collected, so the fields would seem to hold others."""
+    top, first = saved(), plans()
+    top.planner_data = {"_nvrx_plans": first}
+    if of == "chunk":  # state_dict_metadata, which comes behind planner_data here, shares the chunks of the plans
+        top.__dict__["state_dict_metadata"] = top.__dict__.pop("state_dict_metadata")
+        top.__dict__["storage_data"] = top.__dict__.pop("storage_data")
+        top.state_dict_metadata["w"].chunks[:] = [x.items[0].tensor_data.chunk for x in first]  # type: ignore[union-attr]
+    elif of == "place":
+        infos = list(top.storage_data.values())
+        top.storage_data = dict(zip((*(x.items[0].index for x in first), first[0].items[1].index), infos, strict=True))
+    elif of == "item":
+        object.__setattr__(first[0], "storage_data", top.storage_data)
+    else:
+        top.planner_data = {"_nvrx_plans": [m.MetadataIndex("w", torch.Size((9, 9)), first)]}  # type: ignore[arg-type]
+    with pytest.raises(CkpttoolError):
         read(tmp_path, top, large, monkeypatch)
-    assert e.value.exit_code == 3
 
 
 @pytest.mark.parametrize("large", [False, True])
