@@ -46,7 +46,7 @@ from weakref import WeakKeyDictionary
 from ckpttool.errors import Unsupported
 from ckpttool.index.checkpoint import Checkpoint
 from ckpttool.layouts import Layout, Place, ReadOptions, late
-from ckpttool.program import Advice, Program, SeenFolder, StateFile
+from ckpttool.program import Advice, ForTrainer, Program, SeenFolder, StateFile
 from ckpttool.storage.source import Source
 
 from .dist_checkpointing import DistCheckpointing
@@ -242,6 +242,7 @@ LAYOUTS = (
             is_piece=_is_piece,
             gaps=_gaps,
             keeps_options=False,
+            resumed_by=(ForTrainer("megatron", "Megatron-LM"),),
             about_masters=(
                 ". Megatron-Core itself saves such masters in fully_reshardable where embeddings are tied and the "
                 "pipeline has several stages, or with overlapped gradient reduction"

@@ -9,6 +9,8 @@ copy in the source, gets one: DistributedOptimizer loads its weights from there.
 
 from __future__ import annotations
 
+import fnmatch
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -20,8 +22,10 @@ from ckpttool.errors import Unsupported, argument
 from ckpttool.formats import torch_pickles
 from ckpttool.formats.pickles import short
 from ckpttool.formats.stored_tensors import Inline, decode_number, flatten_tree
+from ckpttool.huggingface import maps, model_files
 from ckpttool.index.checkpoint import Checkpoint, Leaves, Path, TensorEntry, Value, joined
 from ckpttool.index.draft import Draft, DraftFile, Dropped
+from ckpttool.index.expressions import evaluate
 from ckpttool.index.names import step_count
 from ckpttool.index.trees import nest
 from ckpttool.layouts import WriteOptions
@@ -48,6 +52,11 @@ _OWN = ("optimizer", "opt_param_scheduler", "iteration", "content_metadata", "mo
 #: Keys by which DistributedOptimizer finds its param groups in a checkpoint (optimizer.py,
 #: param_group_identifier_keys).
 _IDENTIFIERS: dict[str, object] = {"lr_mult": 1.0, "is_expert_parallel": False, "is_decoupled_lr": False}
+#: Maps whose premises say what an argument of Megatron-LM is by config.json, and the left side that names one.
+_MAPS = ("megatron", "megatron-mla")
+_BARE = re.compile(r"(\w+)(?: \| .*)?\Z")
+#: Some of these are in every state of OptimizerParamScheduler, of any version.
+_SCHEDULE = frozenset(("num_steps", "num_iters"))
 _NO_PLACE = "Megatron-Core has no place for such a tensor"
 
 
@@ -103,7 +112,7 @@ def write(ckpt: Checkpoint, source: Source, options: WriteOptions) -> Draft:
 
     # values, in common.pt or in those objects
     notes: list[str] = []
-    common, made = _common_state(ckpt, trained, objects, dropped, notes)
+    common, made = _common_state(ckpt, trained, objects, dropped, notes, _arguments_of_config(ckpt, source, options))
     for key, leaves in objects.items():
         x = _whole(leaves)
         tree[(key,)] = Whole(x) if any(isinstance(leaf, TensorEntry) for leaf in leaves.values()) else x
@@ -247,6 +256,7 @@ def _common_state(
     objects: dict[str, Leaves],
     dropped: list[Dropped],
     notes: list[str],
+    arguments: Mapping[str, object],
 ) -> tuple[dict[str, object], dict[str, object]]:
     """Return (what common.pt is to hold, {name: data} of the values in it that the source did not have).
 
@@ -256,6 +266,7 @@ def _common_state(
         objects: {key: leaves} of the objects of ranks, where values that belong to one are added.
         dropped: where values are added that have no place.
         notes: where notes for the user are added.
+        arguments: those of a job that loads it, where the source has none.
 
     Raises:
         Unsupported: steps or param groups are not those that Megatron-Core can have.
@@ -263,6 +274,13 @@ def _common_state(
     found = _sort_values(ckpt, objects, dropped)
     made: dict[str, object] = {}
     out: dict[str, object] = nest(found.extra) if found.extra else {}
+    if "args" not in out and arguments:
+        out["args"] = dict(arguments)
+        made |= {f"extra.args.{k}": x for k, x in arguments.items()}
+        notes.append(
+            "the arguments of a job in common.pt are those that config.json says; without consumed_train_samples, the "
+            "data begins at its start"
+        )
     if "args" in out:
         out["args"] = args_of_data(out["args"])
     if "checkpoint_version" not in out:  # Megatron-LM takes weights without it for some whose qkv is ordered otherwise
@@ -271,16 +289,78 @@ def _common_state(
     if iteration is None:
         iteration = made["trainer.iteration"] = step_count(ckpt.value) or 0
     out["iteration"] = iteration
-    if found.scheduler:
-        out["opt_param_scheduler"] = _whole(found.scheduler)
     if found.groups or trained:
         out["optimizer"] = _optimizer_state(ckpt, found, notes)
     elif found.scaler:
         found.ours |= {("scaler", *p): x for p, x in found.scaler.items()}
+    if {p[0] for p in found.scheduler if p} & _SCHEDULE:
+        out["opt_param_scheduler"] = _whole(found.scheduler)
+    else:
+        found.ours |= {("scheduler", *p): x for p, x in found.scheduler.items()}
+    if "optimizer" in out and "opt_param_scheduler" not in out:
+        out["opt_param_scheduler"] = schedule = _constant_schedule(out["optimizer"])
+        made |= {f"scheduler.{k}": x for k, x in schedule.items()}
+        notes.append(
+            "Megatron-Core has no place for another trainer's schedule, and loads none of its optimizer without one: "
+            "common.pt has a constant learning rate. For a schedule of the job's own, give it "
+            "--override-opt_param-scheduler"
+        )
     if found.ours:
         out["ckpttool"] = nest(found.ours)
     out["content_metadata"] = _CONTENT
     return out, made
+
+
+def _arguments_of_config(ckpt: Checkpoint, source: Source, options: WriteOptions) -> dict[str, object]:
+    """Return the arguments that Megatron-LM looks at when it loads a checkpoint, as config.json says them by the
+    premises of the map of its model; {} where the source has its own, or there is no map for its model.
+
+    Its `load_checkpoint` compares layers, width and heads, and reads random states unless `no_save_rng` is set
+    (training/checkpointing.py of 2026); `--use-checkpoint-args` takes the others.
+    """
+    if ckpt.arguments or any(v.path[:2] == ("extra", "args") for v in ckpt.values.values()):
+        return {}
+    config = model_files.find_model_files(source, options.config, [])[0] or {}
+    names = [str(t.path[1]) for t in ckpt.tensors.values() if t.path[0] == "model"]
+    known = [m for m in map(maps.load, _MAPS) if config.get("model_type") in m.models]
+    found = next((m for m in known if all(fnmatch.filter(names, glob) for glob in m.needed)), None)
+    if found is None:
+        return {}
+    out: dict[str, object] = {}
+    for p in found.premises:
+        key = _BARE.match(p.job)
+        value = evaluate(p.config, config) if p.condition is None or evaluate(p.condition, out) else None
+        if key is not None and value is not None and value != evaluate(p.job, {}):
+            out[key[1]] = value
+    embedding = ckpt.tensors.get("model.embedding.word_embeddings.weight")
+    return out | {
+        "group_query_attention": out.get("num_query_groups", out["num_attention_heads"]) != out["num_attention_heads"],
+        "untie_embeddings_and_output_weights": "output_layer.weight" in names,
+        "add_bias_linear": any(n.endswith("linear_fc1.bias") for n in names),
+        **({} if embedding is None else {"padded_vocab_size": embedding.shape[0]}),
+        "tensor_model_parallel_size": 1,
+        "pipeline_model_parallel_size": 1,
+        "no_save_rng": not any(v.path[0] == "rng" for v in ckpt.values.values()),
+    }
+
+
+def _constant_schedule(optimizer: Any) -> dict[str, object]:
+    """Return the state of an OptimizerParamScheduler that keeps the learning rate and weight decay of the param groups
+    (optimizer_param_scheduler.py); `optimizer` is its part of common.pt."""
+    groups = (optimizer if "optimizer" in optimizer else optimizer[0])["optimizer"]["param_groups"]
+    lr, decay = groups[0].get("lr", 0.0), max(g.get("weight_decay", 0.0) for g in groups)
+    return {
+        "max_lr": lr,
+        "min_lr": lr,
+        "lr_warmup_steps": 0,
+        "lr_decay_steps": 1,
+        "lr_decay_style": "constant",
+        "num_steps": 0,
+        "start_wd": decay,
+        "end_wd": decay,
+        "wd_incr_steps": 0,
+        "wd_incr_style": "constant",
+    }
 
 
 def _optimizer_state(ckpt: Checkpoint, values: _Values, notes: list[str]) -> object:
