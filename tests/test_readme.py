@@ -304,6 +304,8 @@ def test_every_command_of_a_trainer_s_page_runs(page: str, desk: Path, monkeypat
         ckpttool.convert(tune / "epoch_0", desk / "from.pt", map="torchtune-llama3", config=str(tune))
         (desk / "DIR").mkdir()
         shutil.copy(tune / "config.json", desk / "DIR")
+    for name in ("resharded", "megatron-run"):
+        (desk / name).mkdir()
     (desk / "llama-16").mkdir()  # of the job in megatron/
     config = {"model_type": "llama", "architectures": ["LlamaForCausalLM"], "hidden_size": 16, "num_attention_heads": 4, "head_dim": 6,
               "num_key_value_heads": 2, "intermediate_size": 20, "vocab_size": 131, "num_hidden_layers": 2, "tie_word_embeddings": False}  # fmt: skip

@@ -207,11 +207,17 @@ _ROWS = {
             ),
         ),
     ),
+    "for": (
+        (
+            "`torch_dist` with `fully_reshardable`, and `args` and a schedule where the source has none",
+            "`--load` of the folder above it, with `latest_checkpointed_iteration.txt`",
+        ),
+    ),
     "resumed": (
         (
             "Megatron-Core, NeMo 2",
             "yes, `torch_dist`",
-            "yes, `--to megatron`: any TP, PP and DP size",
+            "yes, `--for megatron`: any TP, PP and DP size",
             "yes",
             "yes",
             "of every model-parallel rank",

@@ -667,7 +667,8 @@ def test_for_chooses_the_layout(tmp_path: Path) -> None:
     for trainer, (layout, program) in for_trainers().items():
         if program.refused:
             continue
-        done = ckpttool_here("convert", source, tmp_path / trainer, "--for", trainer, "-n", "2", "--json")
+        part = ("--only", "model") if trainer == "megatron" else ()  # the groups have learning rates of their own
+        done = ckpttool_here("convert", source, tmp_path / trainer, "--for", trainer, "-n", "2", "--json", *part)
         assert done.returncode == 0 and json.loads(done.stdout)["layout_to"] == layout.name, done.stderr
     assert load_dcp(tmp_path / "torch").keys() >= {"model", "optim", "scheduler"}
     for words, why in (
