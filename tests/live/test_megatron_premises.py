@@ -21,7 +21,11 @@ from fixtures import map_jobs
 
 pytest.importorskip("megatron.core", reason="megatron-core is installed by `make test`", exc_type=ImportError)
 pytestmark = [pytest.mark.live]
-CONVERTED = ("mcore-qwen3+interleaved", "mcore-qwen2+interleaved+1p")
+#: {job: the map of its model}
+CONVERTED = {
+    "mcore-qwen3+interleaved": "megatron", "mcore-qwen2+interleaved+1p": "megatron", "mcore-gpt2+learned": "megatron-gpt2",
+}  # fmt: skip
+QWEN2 = "mcore-qwen2+interleaved+1p"
 REFUSED = "mcore-llama+percent"
 
 
@@ -57,10 +61,13 @@ def test_transformers_has_the_logits_of_the_live_model(case: str, jobs: Path, tm
 def test_training_goes_on_with_the_losses_of_the_live_job(case: str, jobs: Path, tmp_path: Path) -> None:
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    ckpttool.convert(iteration(jobs / case), tmp_path / "full.pt", map="megatron", config=str(jobs / case))
+    ckpttool.convert(iteration(jobs / case), tmp_path / "full.pt", map=CONVERTED[case], config=str(jobs / case))
     tree = torch.load(tmp_path / "full.pt", weights_only=True)
     model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(jobs / case))
-    model.load_state_dict(tree["model"])
+    assert model.load_state_dict(tree["model"], strict=False).missing_keys == (
+        ["lm_head.weight"] if "gpt2" in case else []
+    )
+    model.tie_weights()
     names, optim = dict(model.named_parameters()), tree["optim"]
     optimizer = torch.optim.AdamW([{**g, "params": [names[n] for n in g["params"]]} for g in optim["param_groups"]])
     for n, slots in optim["state"].items():
@@ -79,9 +86,14 @@ def test_training_goes_on_with_the_losses_of_the_live_job(case: str, jobs: Path,
 
 @pytest.mark.parametrize("case", CONVERTED)
 def test_the_way_back_has_the_job_s_own_order_and_norms(case: str, jobs: Path, tmp_path: Path) -> None:
-    ckpttool.convert(iteration(jobs / case), tmp_path / "full.pt", map="megatron", config=str(jobs / case))
+    ckpttool.convert(iteration(jobs / case), tmp_path / "full.pt", map=CONVERTED[case], config=str(jobs / case))
     ckpttool.convert(
-        tmp_path / "full.pt", tmp_path / "back", to="megatron", map="megatron", config=str(jobs / case), world_size=1
+        tmp_path / "full.pt",
+        tmp_path / "back",
+        to="megatron",
+        map=CONVERTED[case],
+        config=str(jobs / case),
+        world_size=1,
     )
     with ckpttool.open(iteration(jobs / case)) as job, ckpttool.open(tmp_path / "back") as back:
         for name in (n for n in job if n.startswith(("model.", "optim.state.", "extra.master.")) and n in back):
@@ -114,7 +126,7 @@ def test_a_part_of_a_head_that_is_not_turned_is_refused(jobs: Path, tmp_path: Pa
 def test_a_config_that_contradicts_the_job_is_refused_with_both_values(
     change: dict[str, Any], said: str, jobs: Path, tmp_path: Path
 ) -> None:
-    case = jobs / CONVERTED[1]
+    case = jobs / QWEN2
     config = {**json.loads((case / "config.json").read_text()), **change}
     (tmp_path / "config.json").write_text(json.dumps(config))
     for how in ({"to": "hf"}, {"to": "full", "map": "megatron"}):
@@ -123,7 +135,7 @@ def test_a_config_that_contradicts_the_job_is_refused_with_both_values(
 
 
 def test_a_map_is_not_for_a_config_of_another_type(jobs: Path, tmp_path: Path) -> None:
-    config = {**json.loads((jobs / CONVERTED[1] / "config.json").read_text()), "model_type": "gemma"}
+    config = {**json.loads((jobs / QWEN2 / "config.json").read_text()), "model_type": "gemma"}
     (tmp_path / "config.json").write_text(json.dumps(config))
     with pytest.raises(Unsupported, match=r"is for model_type llama.*'gemma'"):
-        ckpttool.convert(iteration(jobs / CONVERTED[1]), tmp_path / "out.pt", map="megatron", config=str(tmp_path))
+        ckpttool.convert(iteration(jobs / QWEN2), tmp_path / "out.pt", map="megatron", config=str(tmp_path))
