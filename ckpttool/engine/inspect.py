@@ -238,6 +238,9 @@ def summarise(
     order = ("model", "optim", "scheduler", "scaler", "rng", "dataloader", "trainer", "extra")
     wrong = opened.describe_sampled_masters()
     shown = urls.redact_url(os.fspath(path)) if urls.is_url(path) else os.fspath(path)
+    following = _describe_next(opened, shown)
+    if wrong and "resumes" in following:  # a job would, with the wrong numbers
+        following = Advice(ckpt, shown).convert("--only model")
     return Summary(
         path=urls.display_path(path),
         layout=ckpt.layout,
@@ -258,7 +261,7 @@ def summarise(
             *([f"only {', '.join(only)} was looked at"] if only is not None else []),
         ],
         not_read=[r.to_json() for r in ckpt.unread],
-        next=_describe_next(opened, shown) if wrong is None else Advice(ckpt, shown).convert("--only model"),
+        next=following,
         adapter=_describe_adapter(ckpt, opened.source),
         encoding=_describe_encoding(opened),
         weights=describe_weight_sets(ckpt) if ckpt.derived is None else [],

@@ -537,6 +537,20 @@ def test_a_common_state_that_is_an_item_is_that_of_common_pt(case: str, tmp_path
         ckpttool.open(tmp_path / "a")
 
 
+def test_a_file_whose_lists_of_one_rank_no_job_can_merge_is_written_without_them(tmp_path: Path) -> None:
+    """What Megatron-Core refuses with "Cannot merge two lists with different lengths", put together as such a version saves it."""
+    shutil.copytree(folder("buckets_dp3"), tmp_path / "a")
+    common = common_of(tmp_path / "a")
+    lists = {0: {(torch.bfloat16, torch.float32): [[{"step": torch.tensor(3.0)}] * 7]}}
+    common.setdefault("optimizer", {})["param_state"] = lists
+    torch.save(common, tmp_path / "a" / "common.pt")
+    done = ckpttool.convert(tmp_path / "a", tmp_path / "b", to="megatron", world_size=2)
+    assert done.verified and not done.dropped
+    assert "param_state" not in common_of(tmp_path / "b")["optimizer"]
+    found = ckpttool.diff(folder("buckets_dp3"), tmp_path / "b")
+    assert not (found.data or found.shapes or found.only_in_a) and all("param_state" in n for n in found.only_in_b)
+
+
 def proving(said: list[tuple[str, int, int]]) -> list[tuple[int, int]]:
     """(bytes done, bytes in all) of what was read before the conversion."""
     stages = list(dict.fromkeys(what for what, _, _ in said))
