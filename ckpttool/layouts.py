@@ -17,14 +17,14 @@ from functools import cache
 from importlib import import_module
 from importlib.machinery import PathFinder
 from itertools import islice
-from types import NoneType
+from types import MappingProxyType, NoneType
 from typing import Any, NamedTuple, TypeVar, get_args, get_type_hints
 
 from .errors import Corrupt, NotRecognised, Unsupported, UsageError, argument
 from .formats import other_files
 from .huggingface import model_names
 from .index import trainer_trees
-from .index.checkpoint import Checkpoint, Path, TensorEntry, Value, joined
+from .index.checkpoint import Checkpoint, Chunks, Path, TensorEntry, Value, joined
 from .index.composites import Composite, add_composite
 from .index.draft import Draft
 from .index.names import COMPONENTS, CanonicalState, restore_own_tree
@@ -87,13 +87,15 @@ class ReferenceModel(NamedTuple):
     """What another checkpoint of the same model tells about it.
 
     `shapes` {FQN: (shape, dtype)} of the model in its order; `tied` {FQN: the one before with the same bytes};
-    `optimizer` FQNs in the order of its param groups, `groups` the same by group; None if it has none.
+    `optimizer` FQNs in the order of its param groups, `groups` the same by group; None if it has none. `chunks` {FQN:
+    the boxes that it is stored in}.
     """
 
     shapes: dict[str, tuple[tuple[int, ...], str]]
     tied: dict[str, str]
     optimizer: tuple[str, ...] | None
     groups: Groups | None = None
+    chunks: Mapping[str, Chunks] = MappingProxyType({})
 
 
 @dataclass(frozen=True)
@@ -163,13 +165,19 @@ class WriteOptions(ModelHints):
         return self.own if isinstance(self.own, kind) else kind()
 
     def ranks(self, ckpt: Checkpoint) -> int:
-        """Return the number of ranks of the job that will load what is written: the one that was asked for, or that of
-        the source.
+        """Return the number of ranks of the job that will load what is written: the one that was asked for, by itself
+        or as that of a mesh, or that of the source.
 
         Raises:
-            UsageError: no world size was given and the source has none.
+            UsageError: no world size was given and the source has none, or it is not that of the mesh.
         """
-        world = self.world_size or ckpt.world_size
+        of_mesh: int | None = getattr(self.own, "world_size", None)
+        if of_mesh and self.world_size not in (None, of_mesh):
+            raise UsageError(
+                f"{argument('world_size', self.world_size)}: the ranks of {argument('mesh')} are {of_mesh}. Leave it out.",
+                code="CKPT0209",
+            )
+        world = of_mesh or self.world_size or ckpt.world_size
         if not world or world < 1:
             raise UsageError(
                 f"{argument('world_size')} is needed: the number of ranks of the job that will load this.",

@@ -9,7 +9,9 @@ from dataclasses import dataclass
 from ckpttool.errors import UsageError, argument
 from ckpttool.layouts import option
 
-__all__ = ["DirectoryOptions", "Fsdp1Options", "HfOptions", "UniversalOptions", "ZeroOptions"]
+from .meshes import Mesh
+
+__all__ = ["DirectoryOptions", "Fsdp1Options", "HfOptions", "MeshOptions", "UniversalOptions", "ZeroOptions"]
 
 
 @dataclass(frozen=True)
@@ -123,6 +125,56 @@ class UniversalOptions(ZeroOptions):
         super().__post_init__()
         if self.stage not in (None, 1, 2, 3):
             raise UsageError(f"The ZeRO stage is {self.stage}; it must be 1, 2 or 3.", code="CKPT0203")
+
+
+@dataclass(frozen=True)
+class MeshOptions:
+    """The mesh of the job that will load a folder of DCP; None: one dimension, over which FSDP divides."""
+
+    mesh: str | None = option(
+        None,
+        "Mesh of the job that will load it, as torchtitan names its dimensions (pp, dp_replicate, dp_shard, cp, tp, "
+        "ep): each rank finds its part of every tensor in one file.",
+        metavar="dp_shard=N,tp=M,...",
+    )
+    tp_plan: str | None = option(
+        None,
+        "With --mesh: file that says which tensors tensor and expert parallelism divide, and how; by default the "
+        "checkpoint of --like or the model of --config says it.",
+        metavar="FILE",
+    )
+
+    def __post_init__(self) -> None:
+        """Check the mesh, and replace the path of a plan by its text, since workers may be elsewhere.
+
+        Raises:
+            UsageError: the text of a mesh is not one, or a plan has no mesh, or is no file.
+        """
+        if self.mesh is None:
+            if self.tp_plan is not None:
+                raise UsageError(
+                    f"{argument('tp_plan')} says how the dimensions of {argument('mesh')} divide tensors; give both.",
+                    code="CKPT0204",
+                )
+            return
+        Mesh.parse(self.mesh)
+        if self.tp_plan is not None and "\n" not in self.tp_plan:
+            try:
+                with open(self.tp_plan, encoding="utf-8") as f:
+                    text = f.read(1 << 20)
+            except (OSError, ValueError) as e:
+                raise UsageError(f"{argument('tp_plan', self.tp_plan)} cannot be read: {e}.", code="CKPT0202") from None
+            object.__setattr__(self, "tp_plan", text + "\n")
+
+    @property
+    def sizes(self) -> Mesh | None:
+        """Return the sizes of the mesh; None where none was given."""
+        return None if self.mesh is None else Mesh.parse(self.mesh)
+
+    @property
+    def world_size(self) -> int | None:
+        """Count the ranks of the job; None where no mesh was given."""
+        return None if self.sizes is None else self.sizes.world
 
 
 @dataclass(frozen=True)

@@ -825,6 +825,7 @@ def _describe_reference(ckpt: Checkpoint) -> layouts.ReferenceModel:
         tied_weights(model),
         list_optimizer_order(ckpt),
         names_by_group(ckpt),
+        {n: t.chunks for n, t in model.items()},
     )
 
 

@@ -293,6 +293,7 @@ def _note_unused(opened: OpenCheckpoint, reading: OpenOptions, writing: WriteReq
         *target.writer_uses,
         # for what is tied; for sizes of heads; for how codes were made
         *(["config"] if reading.merge or writing.map or writing.dequantize else []),
+        *(["config", "like"] if getattr(writing.options, "mesh", None) else []),  # for how a mesh divides tensors
     }
     opened.checkpoint.notes += refuse_unused(reading, f"{opened.layout.name} -> {target.name}", used)
 

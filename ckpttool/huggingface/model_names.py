@@ -7,9 +7,11 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from functools import lru_cache
+from types import MappingProxyType
 from typing import Any, NamedTuple, TypeVar
 
 from ..bounded_json import parse
@@ -26,13 +28,16 @@ Shape = tuple[int, ...]
 
 
 class ModelNames(NamedTuple):
-    """What the state dict of a model holds: `shapes` in its order, `tied` {name: the one before}, `buffers`, and the
-    modules that transformers never splits (`_no_split_modules`), which auto-wrap policies wrap."""
+    """What the state dict of a model holds: `shapes` in its order, `tied` {name: the one before}, `buffers`, the modules
+    that transformers never splits (`_no_split_modules`), which auto-wrap policies wrap, and how its plans of tensor and
+    expert parallelism divide parameters, {name: style}."""
 
     shapes: dict[str, Shape]
     tied: dict[str, str]
     buffers: frozenset[str]
     blocks: tuple[str, ...]
+    tp_plan: Mapping[str, str] = MappingProxyType({})
+    ep_plan: Mapping[str, str] = MappingProxyType({})
 
 
 def load_config(given: str) -> dict[str, Any]:
@@ -72,6 +77,8 @@ def read_model_names(config: Config) -> ModelNames:
         answer["tied"],
         frozenset(answer["buffers"]),
         tuple(answer["blocks"]),
+        answer["tp_plan"],
+        answer["ep_plan"],
     )
 
 
@@ -138,5 +145,20 @@ def _answer(_: str) -> bytes:
             "tied": tied,
             "buffers": [n for n in state if n not in parameters],
             "blocks": [n for n, m in model.named_modules() if type(m).__name__ in whole],
+            "tp_plan": _styles(parameters, getattr(model, "_tp_plan", None)),
+            "ep_plan": _styles(parameters, getattr(model, "_ep_plan", None)),
         }
     ).encode()
+
+
+def _styles(parameters: Iterable[str], plan: Mapping[str, str] | None) -> dict[str, str]:
+    """Return {parameter: style} of a plan of transformers, {name of a parameter or of its module: style}, in which *
+    stands for the number of a layer."""
+    known = plan or {}
+    out = {}
+    for name in sorted(parameters):
+        general = re.sub(r"(^|\.)\d+(?=\.|$)", r"\1*", name)
+        style = known.get(name) or known.get(general) or known.get(general.rpartition(".")[0])
+        if style is not None:
+            out[name] = style
+    return out

@@ -54,6 +54,7 @@ from ckpttool.program import Advice, ForTrainer, Program, SeenFolder, Unfinished
 from ckpttool.storage.overlay import LostBytes
 from ckpttool.storage.source import Source
 
+from ..options import MeshOptions
 from ..rank_files import DifferentCopy, record_other_copies
 from .dcp_metadata import Index, read_index
 from .items import Items, SubclassFound, read_known
@@ -547,6 +548,7 @@ LAYOUTS = (
         locate=locate,
         write=late("ckpttool.converters.dcp.write_dcp:write"),
         aliases=("distcp", "fsdp", "fsdp2", "torch-dcp"),
+        options=MeshOptions,
         own_keys=True,
         reader_uses=("config", "like"),
         writer_uses=("world_size",),

@@ -11,6 +11,7 @@ from itertools import accumulate
 from math import prod
 from typing import Any
 
+from ckpttool.errors import Unsupported, argument
 from ckpttool.formats import torch_pickles, zip_bytes
 from ckpttool.formats.stored_tensors import flatten_like_dcp
 from ckpttool.index import boxes
@@ -28,6 +29,9 @@ from ckpttool.index.trees import check_no_leaf_inside_leaf
 from ckpttool.layouts import WriteOptions, tree_of
 from ckpttool.storage.source import Source
 
+from ..mesh_plans import MeshPlan
+from ..meshes import RankBox
+from ..options import MeshOptions
 from .dcp_metadata import META, STORAGE
 from .object_items import Parts, Whole, rows_of_ranks
 
@@ -35,14 +39,19 @@ __all__ = ["write"]
 
 
 def write(ckpt: Checkpoint, source: Source, options: WriteOptions) -> Draft:
-    """Draft a folder for an FSDP2 job of `options.world_size` ranks, or of as many as saved the source.
+    """Draft a folder for an FSDP2 job of `options.world_size` ranks, or of as many as saved the source, or for a job
+    with a mesh.
 
     Raises:
         UsageError: no world size was given and the source has none.
-        Unsupported: ranks would cut an object of a tensor subclass inside one of its quantisation blocks.
+        Unsupported: ranks would cut an object of a tensor subclass inside one of its quantisation blocks, or a mesh
+            does not fit a tensor.
         Corrupt: an entry is inside another one, so that no job could load both.
     """
     world = options.ranks(ckpt)
+    mesh = options.of(MeshOptions).sizes
+    plan = None if mesh is None else MeshPlan(ckpt, mesh, options)
+    files = [f"__{r}_0.distcp" for r in range(world if mesh is None else mesh.replica)]
     tree, notes = tree_of(collapse_composites(ckpt.leaves()), _sharded_origin(ckpt), None, options)
     check_no_leaf_inside_leaf(tree)
     parts = Parts(_frame_sizes)
@@ -66,15 +75,13 @@ def write(ckpt: Checkpoint, source: Source, options: WriteOptions) -> Draft:
             item = torch_pickles.save_small_file(data)
             values.append((at_path, len(head), len(item)))
             head += item
-    files = [f"__{r}_0.distcp" for r in range(world)]
-    at = [len(head)] + [0] * (world - 1)
+    at = [len(head)] + [0] * (len(files) - 1)
     tensors: dict[str, TensorEntry] = {}
     for name, stored in ckpt.tensors.items():
         if name in objects:
             if name not in parts.placed:
-                tensors |= parts.place(
-                    objects[name], rows_of_ranks(objects[name], world) if _is_sharded(objects[name]) else [], at
-                )
+                sizes = _rows_of_object(objects[name], len(files), plan) if _is_sharded(objects[name]) else []
+                tensors |= parts.place(objects[name], sizes, at)
             continue
         if name in wholes:
             if name not in parts.inside:
@@ -84,8 +91,13 @@ def write(ckpt: Checkpoint, source: Source, options: WriteOptions) -> Draft:
                 values.append((path, begins, length))
             continue
         t = replace(stored, dtype=options.cast(name, stored.dtype))
+        if plan is not None and _is_sharded(t):
+            tensors[name] = replace(t, chunks=_place_boxes(t, plan.mesh.boxes(name, t.shape, plan.cut(t)), at), coding="raw")
+            continue
         sizes = boxes.chunk_sizes(t.shape[0], world) if _is_sharded(t) else []
         tensors[name] = replace(t, chunks=_place_chunks(t, sizes, at), coding="raw")
+    if plan is not None:
+        notes.append(plan.note)
     out = Checkpoint("dcp", options.target, world, [*files, ".metadata"], [*at, 0], tensors, ckpt.values)
     draft_files = [
         DraftFile(f, n, bytes(head) if i == 0 else b"", frames_alone=not objects and not wholes)
@@ -158,6 +170,36 @@ def _place_chunks(t: TensorEntry, sizes: list[int], at: list[int]) -> Chunks:
     chunks.start[0::ndim] = array("q", [0, *accumulate(sizes[:-1])])
     chunks.shape[0::ndim] = array("q", sizes)
     return chunks
+
+
+def _place_boxes(t: TensorEntry, given: list[RankBox], at: list[int]) -> Chunks:
+    """Place the boxes that a mesh gives of a tensor in the ranks' files; `at`, the bytes in each so far, is moved on."""
+    chunks = Chunks(len(t.shape))
+    for box in given:
+        before, after = _frame_sizes(t.dtype, box.shape)
+        length = prod(box.shape) * ITEMSIZE[t.dtype]
+        chunks.add(box.start, box.shape, box.rank, at[box.rank] + before, length)
+        at[box.rank] += before + length + after
+    return chunks
+
+
+def _rows_of_object(found: Composite, ranks: int, plan: MeshPlan | None) -> list[int]:
+    """Return how many rows of an object of a tensor subclass each of `ranks` ranks gets, by rank.
+
+    Raises:
+        Unsupported: a cut is inside a quantisation block, or tensor or expert parallelism divides it.
+    """
+    if plan is None:
+        return rows_of_ranks(found, ranks)
+    if plan.divides(found.path):
+        raise Unsupported(
+            f'"{joined(found.path)}" is a {class_label(found.about)}, and ckpttool divides such objects by FSDP alone. '
+            f"{argument('dequantize')} writes plain numbers.",
+            code="CKPT0319",
+        )
+    out = [0] * ranks
+    out[:: plan.mesh.tp] = rows_of_ranks(found, ranks // plan.mesh.tp)
+    return out
 
 
 def _is_sharded(t: TensorEntry | Composite) -> bool:

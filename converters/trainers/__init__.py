@@ -68,7 +68,7 @@ from ckpttool.storage.sources import open_source
 from .. import dcp
 from ..deepspeed import zero
 from ..deepspeed.files import SAVES
-from ..options import DirectoryOptions
+from ..options import DirectoryOptions, MeshOptions
 from .automodel import AUTOMODEL, TRANSFORMERS
 from .dialect import DATA, DEEPSPEED, LEFT_OVER, TREE, Dialect, DirectoryPart, of_one_model
 from .filenames import (
@@ -651,6 +651,7 @@ TORCHTITAN = layouts.Layout(
     detect=lambda where: (False, "is read as dcp"),
     write=layouts.late("ckpttool.converters.trainers.write_directories:write_titan"),
     prepare=lambda ckpt, source, options: of_one_model(ckpt),
+    options=MeshOptions,
     aliases=("titan",),
     reader_uses=("config", "like"),
     writer_uses=("world_size",),

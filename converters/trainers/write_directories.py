@@ -460,7 +460,7 @@ def write_titan(ckpt: Checkpoint, source: Source, options: WriteOptions) -> Draf
     made = {p: data for p, data in needed.items() if joined(p) not in ckpt.tensors and ckpt.value(joined(p)) is None}
     values = {**ckpt.values, **{joined(p): Value(p, data) for p, data in made.items()}}
     draft = write_dcp(
-        replace(ckpt, values=values, origin={}, notes=[]), source, replace(options, own=None, tree=_titan_tree)
+        replace(ckpt, values=values, origin={}, notes=[]), source, replace(options, tree=_titan_tree)
     )
     draft.taken_apart = {n: v for n, v in draft.taken_apart.items() if v.path[0] != "optim"}
     draft.checkpoint.layout = "torchtitan"

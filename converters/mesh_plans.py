@@ -1,0 +1,284 @@
+"""Which tensors of a model a mesh divides, and along which dimensions: what no checkpoint of another mesh says.
+
+FSDP divides every parameter along dimension 0. What tensor parallelism divides is in a plan:
+
+    # a glob of names of parameters or of their modules, and a style
+    layers.*.attention.w[qkv]    colwise
+    layers.*.attention.wo        rowwise
+    tok_embeddings               embedding_rowwise
+    layers.*.moe.experts.*       ep  fsdp=1
+
+or in the plan that transformers has for the model of a config, or in how the tensors of another checkpoint are stored.
+What none of them names is whole on each rank of tp. The styles are those of torch and transformers: colwise divides the
+rows of a linear layer's weight and its bias, rowwise the columns of the weight and no bias
+(torch/distributed/tensor/parallel/style.py; transformers/distributed/tensor_parallel.py, 5.23).
+"""
+
+from __future__ import annotations
+
+import fnmatch
+import re
+from collections.abc import Iterator, Mapping
+from math import prod
+
+from ckpttool.errors import Unsupported, UsageError, argument
+from ckpttool.huggingface.model_names import load_config, read_model_names
+from ckpttool.index.checkpoint import Checkpoint, Path, TensorEntry, joined
+from ckpttool.index.paths import is_optimizer_state
+from ckpttool.layouts import WriteOptions
+from ckpttool.printable import count_noun
+
+from .meshes import Cut, Mesh
+from .options import MeshOptions
+
+__all__ = ["MeshPlan"]
+
+_Shapes = Mapping[str, tuple[int, ...]]
+_WHOLE = (
+    "replicate replicated_with_grad_allreduce sequence_parallel mla_kv_a_proj all_reduce moe_tp_experts "
+    "moe_identity_expert ep_dispatch_experts local_params"
+).split()
+_STYLES = (
+    "colwise rowwise embedding_rowwise embedding_colwise packed_colwise packed_rowwise shard(DIM) ep replicate".split()
+)
+
+
+class MeshPlan:
+    """How a mesh divides the tensors of a checkpoint, and a note that says so to people.
+
+    Raises:
+        UsageError: nothing says what tensor parallelism divides, or a plan is not one of this model.
+        Unsupported: the config is of another model, or the other checkpoint does not show its mesh.
+    """
+
+    def __init__(self, ckpt: Checkpoint, mesh: Mesh, options: WriteOptions) -> None:
+        self.mesh = mesh
+        self.shapes = dict(_shapes_of_parameters(ckpt))
+        plan = options.of(MeshOptions).tp_plan
+        if plan is not None:
+            self.cuts, said = _read_plan(plan, self.shapes), "the plan"
+        elif mesh.tp > 1 and options.like is not None:
+            chunks = {n: c.boxes() for n, c in options.like.chunks.items()}
+            self.cuts, said = _infer_cuts(chunks, {n: s for n, (s, _) in options.like.shapes.items()}, self.shapes)
+        elif options.config is not None and (mesh.tp > 1 or mesh.ep > 1):
+            self.cuts, said = _cuts_of_config(options.config, mesh, self.shapes)
+        elif mesh.tp > 1:
+            raise UsageError(
+                f"{argument('mesh', str(mesh))}: nothing says which tensors tensor parallelism divides, and how. Give "
+                f"{argument('tp_plan', 'FILE')}, or {argument('like')} a checkpoint of such a job, or "
+                f"{argument('config')} the model, if the job divides it as transformers does.",
+                code="CKPT0209",
+            )
+        else:
+            self.cuts, said = {}, ""
+        self._complete_experts()
+        by = {"tp": [n for n, c in self.cuts.items() if c.tp is not None and not c.ep]}
+        by["ep"] = [n for n, c in self.cuts.items() if c.ep] if mesh.ep > 1 else []
+        parts = [f"{d} divides {count_noun(len(names), 'parameter')}" for d, names in by.items() if names]
+        self.note = f"for the mesh {mesh}: FSDP divides {count_noun(len(self.shapes), 'parameter')}" + "".join(
+            f", {part}" for part in parts
+        )
+        self.note += f" ({said})" if said else ""
+
+    def _complete_experts(self) -> None:
+        """Find the stacked experts of a mesh with ep, if no plan names them, and choose what FSDP divides of them as
+        torchtitan does (apply_fsdp in torchtitan/distributed/fsdp.py, 0.3.0): experts, while there are enough of them
+        for all ranks, and else dimension 1.
+
+        Raises:
+            UsageError: there are none.
+        """
+        if self.mesh.ep == 1:
+            return
+        if not any(c.ep for c in self.cuts.values()):
+            stacked = [n for n, s in self.shapes.items() if len(s) == 3 and "experts" in n.split(".")]
+            self.cuts |= dict.fromkeys(stacked, Cut(ep=True, fsdp=-1))
+        experts = [n for n, c in self.cuts.items() if c.ep]
+        if not experts:
+            raise UsageError(
+                f"{argument('mesh', str(self.mesh))}: the model has no stacked experts, tensors of three dimensions in "
+                f"a module named experts, for ep to divide. {argument('tp_plan')} says which they are.",
+                code="CKPT0209",
+            )
+        for n in experts:
+            if self.cuts[n].fsdp < 0:
+                few = self.mesh.replica > self.shapes[n][0]
+                self.cuts[n] = self.cuts[n]._replace(fsdp=1 if few else 0)
+
+    def cut(self, t: TensorEntry) -> Cut:
+        """Return how a tensor is divided: a slot as its parameter, if it has the same shape, or else by FSDP alone."""
+        fqn = _parameter_of(t.path)
+        return self.cuts.get(fqn, Cut()) if self.shapes.get(fqn) == t.shape else Cut()
+
+    def divides(self, path: Path) -> bool:
+        """Return whether more than FSDP along dimension 0 divides the parameter of this path, or of a slot at it."""
+        return self.cuts.get(_parameter_of(path), Cut()) != Cut()
+
+
+def _parameter_of(path: Path) -> str:
+    """Return the FQN of the parameter that the tensor at a path is, or belongs to; "" for others."""
+    if path[0] == "model":
+        return joined(path[1:])
+    of_state = is_optimizer_state(path) or path[:2] == ("extra", "master")
+    return str(path[2]) if of_state and len(path) > 2 else ""
+
+
+def _shapes_of_parameters(ckpt: Checkpoint) -> Iterator[tuple[str, tuple[int, ...]]]:
+    """Yield (FQN, shape) of the parameters; of an optimizer without its model, the shape of the largest slot."""
+    found: dict[str, tuple[int, ...]] = {}
+    for t in ckpt.tensors.values():
+        fqn = _parameter_of(t.path)
+        if fqn and t.shape and (t.path[0] == "model" or prod(t.shape) > prod(found.get(fqn, ()))):
+            found[fqn] = t.shape
+    yield from found.items()
+
+
+def _cut_of(style: str, shape: tuple[int, ...]) -> Cut | None:
+    """Return how a style divides a parameter of a shape; None where there is no such style."""
+    ndim = len(shape)
+    if m := re.fullmatch(r"shard\((\d)\)", style):
+        return Cut(tp=int(m[1]))
+    if style in ("ep", "grouped_gemm"):
+        return Cut(ep=True, fsdp=-1)
+    if style in _WHOLE:
+        return Cut()
+    name = re.sub(r"_(rep|gather_output|split_input)$", "", style)
+    packed = 2 if name.startswith("packed_") and ndim > 1 else 1
+    if name in ("colwise", "packed_colwise"):
+        return Cut(tp=max(ndim - 2, 0), packed=packed)
+    if name in ("rowwise", "packed_rowwise"):
+        return Cut(tp=ndim - 1, packed=packed) if ndim > 1 else Cut()
+    return Cut(tp=0 if name == "embedding_rowwise" else 1) if name in _STYLES else None
+
+
+def _read_plan(text: str, shapes: _Shapes) -> dict[str, Cut]:
+    """Return {FQN: how it is divided} of the text of a plan. Of lines that match a parameter, the first one counts.
+
+    Raises:
+        UsageError: a line is not written so, matches nothing, or divides a dimension that a parameter does not have.
+    """
+    out: dict[str, Cut] = {}
+    for number, line in enumerate(text.splitlines(), 1):
+        words = line.partition("#")[0].split()
+        if not words:
+            continue
+        where = f"{argument('tp_plan')}, line {number}"
+        fsdp = re.fullmatch(r"fsdp=(\d)", words[2]) if len(words) == 3 else None
+        if len(words) < 2 or len(words) > 3 or (len(words) == 3) != (fsdp is not None) or _cut_of(words[1], ()) is None:
+            raise UsageError(
+                f"{where}: {line.strip()!r} is not a name and a style, and perhaps fsdp=DIM. The styles are "
+                f"{', '.join(_STYLES)}.",
+                code="CKPT0203",
+            )
+        matched = [n for n in shapes if _matches(n, words[0])]
+        if not matched:
+            raise UsageError(
+                f"{where}: no parameter is named {words[0]!r}. The first one is {next(iter(shapes), 'none')!r}.",
+                code="CKPT0207",
+            )
+        for name in matched:
+            cut = _cut_of(words[1], shapes[name])
+            assert cut is not None
+            cut = cut._replace(fsdp=int(fsdp[1])) if fsdp else cut
+            if max(cut.tp or 0, cut.fsdp) >= len(shapes[name]):
+                raise UsageError(
+                    f'{where}: "{name}" is {list(shapes[name])}, and has no dimension {max(cut.tp or 0, cut.fsdp)}.',
+                    code="CKPT0203",
+                )
+            out.setdefault(name, cut)
+    return out
+
+
+def _matches(fqn: str, pattern: str) -> bool:
+    """Return whether a glob matches the name of a parameter or of its module, or the end of it after a dot."""
+    return any(fnmatch.fnmatchcase(n, p) for n in (fqn, fqn.rpartition(".")[0]) for p in (pattern, f"*.{pattern}"))
+
+
+def _cuts_of_config(config: str, mesh: Mesh, shapes: _Shapes) -> tuple[dict[str, Cut], str]:
+    """Return ({FQN: how it is divided}, what said so) of the plans that transformers has for the model of a config.
+
+    Raises:
+        Unsupported: it is another model, or transformers has no plan for it.
+        MissingPackage: transformers is not installed.
+    """
+    about = load_config(config)
+    names = read_model_names(about)
+    kind = f"transformers' plan for {about['model_type']}"
+    if odd := [n for n in shapes if n not in names.shapes]:
+        raise Unsupported(
+            f'The config describes a {about["model_type"]} model without "{odd[0]}", which these weights have. Give '
+            f"{argument('config')} that of the model, or write {argument('tp_plan')}.",
+            code="CKPT0311",
+        )
+    if mesh.tp > 1 and not names.tp_plan:
+        raise Unsupported(
+            f"{kind} is empty, so it does not say what tensor parallelism divides. {argument('tp_plan')} does.",
+            code="CKPT0311",
+        )
+    out = {}
+    for name, style in {**names.tp_plan, **(names.ep_plan if mesh.ep > 1 else {})}.items():
+        if name in shapes:
+            cut = _cut_of(style, shapes[name])
+            if cut is None:
+                raise Unsupported(
+                    f'{kind} divides "{name}" as {style}, which ckpttool does not know. {argument("tp_plan")} says it '
+                    "in other words.",
+                    code="CKPT0311",
+                )
+            out[name] = cut
+    return out, kind
+
+
+def _infer_cuts(
+    chunks: Mapping[str, list[tuple[tuple[int, ...], tuple[int, ...]]]], theirs: _Shapes, shapes: _Shapes
+) -> tuple[dict[str, Cut], str]:
+    """Return ({FQN: how it is divided}, what said so): the one way of dividing the tensors of another checkpoint, over
+    any dp_shard and tp, that gives the boxes that it has.
+
+    Experts are not looked at. A tensor whose boxes are the same with and without tensor parallelism counts as whole.
+
+    Args:
+        chunks: {FQN: its boxes}, `theirs` {FQN: its shape} of the other checkpoint.
+        shapes: of the parameters that are divided.
+
+    Raises:
+        Unsupported: no mesh with tp gives these boxes, or several do, or a parameter is not there.
+    """
+    if missing := [n for n in shapes if n not in chunks]:
+        raise Unsupported(
+            f'The checkpoint of {argument("like")} does not have "{missing[0]}", so it does not say how that is divided.',
+            code="CKPT0311",
+        )
+    rows = {n: frozenset(c) for n, c in chunks.items() if theirs[n] and "experts" not in n.split(".")}
+    most = max((len(b) for b in rows.values()), default=0)
+    found = []
+    for tp in (n for n in range(1, most + 1) if most % n == 0):
+        fitting = dict(_fit(rows, theirs, Mesh(dp_shard=most // tp, tp=tp)))
+        if len(fitting) == len(rows):
+            found.append((tp, fitting))
+    plans = [(tp, cuts) for tp, cuts in found if tp > 1]
+    if len(found) != 1 or not plans:
+        why = "FSDP alone divides its tensors" if found and not plans else "several meshes divide tensors as it does"
+        raise Unsupported(
+            f"The checkpoint of {argument('like')} does not show what tensor parallelism divides: "
+            f"{why if found else 'no mesh of dp_shard and tp divides tensors as it does'}. Give {argument('tp_plan')}.",
+            code="CKPT0209",
+        )
+    tp, cuts = plans[0]
+    return cuts, f"as the checkpoint of {argument('like')} is divided, over dp_shard={most // tp},tp={tp}"
+
+
+def _fit(
+    rows: Mapping[str, frozenset[tuple[tuple[int, ...], tuple[int, ...]]]], shapes: _Shapes, mesh: Mesh
+) -> Iterator[tuple[str, Cut]]:
+    """Yield (FQN, how it is divided) of the tensors whose boxes a mesh gives."""
+    for name, boxes in rows.items():
+        shape = shapes[name]
+        for cut in (Cut(), *(Cut(tp=d) for d in range(len(shape)) if mesh.tp > 1)):
+            try:
+                given = {(b.start, b.shape) for b in mesh.boxes(name, shape, cut)}
+            except Unsupported:
+                continue
+            if given == boxes:
+                yield name, cut
+                break
