@@ -174,7 +174,7 @@ class WriteOptions(ModelHints):
         of_mesh: int | None = getattr(self.own, "world_size", None)
         if of_mesh and self.world_size not in (None, of_mesh):
             raise UsageError(
-                f"{argument('world_size', self.world_size)}: the ranks of {argument('mesh')} are {of_mesh}. Leave it out.",
+                f"{argument('world_size', self.world_size)}: {argument('mesh')} has {of_mesh} ranks. Leave it out.",
                 code="CKPT0209",
             )
         world = of_mesh or self.world_size or ckpt.world_size

@@ -34,12 +34,28 @@ from .options import MeshOptions
 __all__ = ["MeshPlan"]
 
 _Shapes = Mapping[str, tuple[int, ...]]
-_WHOLE = (
-    "replicate replicated_with_grad_allreduce sequence_parallel mla_kv_a_proj all_reduce moe_tp_experts "
-    "moe_identity_expert ep_dispatch_experts local_params"
-).split()
+#: What a user may write, and what transformers' plans say of parameters that stay whole.
 _STYLES = (
-    "colwise rowwise embedding_rowwise embedding_colwise packed_colwise packed_rowwise shard(DIM) ep replicate".split()
+    "colwise",
+    "rowwise",
+    "embedding_rowwise",
+    "embedding_colwise",
+    "packed_colwise",
+    "packed_rowwise",
+    "shard(DIM)",
+    "ep",
+    "replicate",
+)
+_WHOLE = (
+    "replicate",
+    "replicated_with_grad_allreduce",
+    "sequence_parallel",
+    "mla_kv_a_proj",
+    "all_reduce",
+    "moe_tp_experts",
+    "moe_identity_expert",
+    "ep_dispatch_experts",
+    "local_params",
 )
 
 
@@ -47,8 +63,9 @@ class MeshPlan:
     """How a mesh divides the tensors of a checkpoint, and a note that says so to people.
 
     Raises:
-        UsageError: nothing says what tensor parallelism divides, or a plan is not one of this model.
-        Unsupported: the config is of another model, or the other checkpoint does not show its mesh.
+        UsageError: nothing says what tensor parallelism divides, a plan is not one of this model, or the other
+            checkpoint does not show its mesh.
+        Unsupported: the config, or the other checkpoint, is of another model.
     """
 
     def __init__(self, ckpt: Checkpoint, mesh: Mesh, options: WriteOptions) -> None:
@@ -72,13 +89,17 @@ class MeshPlan:
         else:
             self.cuts, said = {}, ""
         self._complete_experts()
-        by = {"tp": [n for n, c in self.cuts.items() if c.tp is not None and not c.ep]}
-        by["ep"] = [n for n, c in self.cuts.items() if c.ep] if mesh.ep > 1 else []
-        parts = [f"{d} divides {count_noun(len(names), 'parameter')}" for d, names in by.items() if names]
-        self.note = f"for the mesh {mesh}: FSDP divides {count_noun(len(self.shapes), 'parameter')}" + "".join(
-            f", {part}" for part in parts
+        by = {
+            "tp": sum(c.tp is not None and not c.ep for c in self.cuts.values()),
+            "ep": sum(c.ep for c in self.cuts.values()),
+        }
+        parts = [f"{d} divides {count_noun(n, 'parameter')}" for d, n in by.items() if n]
+        self.note = ", ".join(
+            [f"for the mesh {mesh}: FSDP divides {count_noun(len(self.shapes), 'parameter')}", *parts]
         )
         self.note += f" ({said})" if said else ""
+        if mesh.replica < mesh.world:
+            self.note += f"; ranks with the same part read the same of {count_noun(mesh.replica, 'file')}"
 
     def _complete_experts(self) -> None:
         """Find the stacked experts of a mesh with ep, if no plan names them, and choose what FSDP divides of them as
@@ -89,6 +110,7 @@ class MeshPlan:
             UsageError: there are none.
         """
         if self.mesh.ep == 1:
+            self.cuts = {n: c._replace(ep=False, fsdp=max(c.fsdp, 0)) for n, c in self.cuts.items()}
             return
         if not any(c.ep for c in self.cuts.values()):
             stacked = [n for n, s in self.shapes.items() if len(s) == 3 and "experts" in n.split(".")]
@@ -242,11 +264,12 @@ def _infer_cuts(
         shapes: of the parameters that are divided.
 
     Raises:
-        Unsupported: no mesh with tp gives these boxes, or several do, or a parameter is not there.
+        UsageError: no mesh with tp gives these boxes, or several do.
+        Unsupported: a parameter is not there.
     """
     if missing := [n for n in shapes if n not in chunks]:
         raise Unsupported(
-            f'The checkpoint of {argument("like")} does not have "{missing[0]}", so it does not say how that is divided.',
+            f'The checkpoint of {argument("like")} does not have "{missing[0]}", and does not say how it is divided.',
             code="CKPT0311",
         )
     rows = {n: frozenset(c) for n, c in chunks.items() if theirs[n] and "experts" not in n.split(".")}
@@ -258,10 +281,11 @@ def _infer_cuts(
             found.append((tp, fitting))
     plans = [(tp, cuts) for tp, cuts in found if tp > 1]
     if len(found) != 1 or not plans:
-        why = "FSDP alone divides its tensors" if found and not plans else "several meshes divide tensors as it does"
-        raise Unsupported(
-            f"The checkpoint of {argument('like')} does not show what tensor parallelism divides: "
-            f"{why if found else 'no mesh of dp_shard and tp divides tensors as it does'}. Give {argument('tp_plan')}.",
+        several = f"{'more than one' if found else 'no'} mesh of dp_shard and tp"
+        why = "FSDP alone" if found and found[0][0] == 1 else several
+        raise UsageError(
+            f"The checkpoint of {argument('like')} does not show what tensor parallelism divides: {why} divides "
+            f"tensors as they are divided there. Give {argument('tp_plan')}.",
             code="CKPT0209",
         )
     tp, cuts = plans[0]
@@ -277,7 +301,7 @@ def _fit(
         for cut in (Cut(), *(Cut(tp=d) for d in range(len(shape)) if mesh.tp > 1)):
             try:
                 given = {(b.start, b.shape) for b in mesh.boxes(name, shape, cut)}
-            except Unsupported:
+            except UsageError:
                 continue
             if given == boxes:
                 yield name, cut

@@ -21,7 +21,7 @@ from functools import lru_cache
 from math import prod
 from typing import NamedTuple
 
-from ckpttool.errors import Unsupported, UsageError, argument
+from ckpttool.errors import UsageError, argument
 from ckpttool.formats.placements import PlacementCut, ShardPiece, local_pieces
 
 __all__ = ["Cut", "Mesh", "RankBox"]
@@ -70,8 +70,8 @@ class Mesh:
             name, _, size = (s.strip() for s in part.partition("="))
             if name not in names or name in sizes or not size.isdecimal() or not int(size):
                 raise UsageError(
-                    f"{argument('mesh', text)}: {part.strip()!r} is not a dimension and its size, as in dp_shard=4,tp=2; "
-                    f"the dimensions are {', '.join(names)}, each of them once.",
+                    f"{argument('mesh', text)}: {part.strip()!r} is no dimension with its size, as in dp_shard=4,tp=2. "
+                    f"The dimensions are {', '.join(names)}, each of them once.",
                     code="CKPT0203",
                 )
             sizes[name] = int(size)
@@ -107,13 +107,13 @@ class Mesh:
         """List the boxes of a tensor that have elements, by the rank in whose file each of them is.
 
         Raises:
-            Unsupported: a rank of the job would hold what no DTensor can describe; `name` is the tensor's in the
+            UsageError: a rank of the job would hold what no DTensor can describe; `name` is the tensor's in the
                 message.
         """
         try:
             return list(_divide(self, shape, cut))
         except ValueError as e:
-            raise Unsupported(
+            raise UsageError(
                 f'{argument("mesh", str(self))}: "{name}" is {list(shape)}, and {e}, so no job with this mesh can load '
                 "it with DCP. Choose a mesh that divides it.",
                 code="CKPT0209",
@@ -155,4 +155,3 @@ def _divide(mesh: Mesh, shape: tuple[int, ...], cut: Cut) -> tuple[RankBox, ...]
 def _pieces(shape: tuple[int, ...], cuts: list[PlacementCut]) -> list[ShardPiece]:
     """Return the boxes with elements that `cuts` leave to a rank."""
     return [p for p in local_pieces(shape, cuts)[0] if prod(p.shape)]
-

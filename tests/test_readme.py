@@ -546,6 +546,17 @@ def test_every_command_of_the_guide_to_sizes_prints_what_it_shows(desk: Path, mo
         assert [line for line in block.splitlines() if line.rstrip() not in lines] == []
 
 
+def test_every_command_of_the_guide_to_meshes_prints_what_it_shows(desk: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(desk)
+    shutil.copytree(FIXTURES / "fsdp2_w3_moe" / "ckpt", desk / "mixtral")
+    page = PAGES["how-to/meshes.md"]
+    (plan,) = re.findall(r"<<END\n(.*?)^END$", page, re.MULTILINE | re.DOTALL)
+    (desk / "plan.txt").write_text(plan)
+    printed = "\n".join(run_here(command_lines(page), desk).values())
+    shown = blocks(page, "text")
+    assert len(shown) == 2 and all(block.strip() in printed for block in shown)
+
+
 def test_every_command_of_the_guide_to_plans_runs(desk: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(desk)
     page = PAGES["how-to/plans.md"]

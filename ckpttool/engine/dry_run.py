@@ -131,6 +131,9 @@ def _size_job_of(planned: Plan) -> dict[str, Any] | None:
     """Compute what a job takes that loads the destination of a plan, as `DryRun.memory` has it."""
     sharding, ranks = planned.target.sharding, planned.draft.checkpoint.world_size
     ckpt, writing = planned.opened.checkpoint, planned.writing
+    mesh = getattr(writing.options, "sizes", None)
+    if mesh is not None:  # what tp or ep divides is not in the formulas
+        ranks = mesh.replica if mesh.tp == mesh.ep == 1 else None
     if sharding is None or not ranks or not any(t.component == "model" for t in ckpt.tensors.values()):
         return None
     cast = choose_dtype(writing.dtype, writing.cast or {})

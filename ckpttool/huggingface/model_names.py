@@ -28,9 +28,9 @@ Shape = tuple[int, ...]
 
 
 class ModelNames(NamedTuple):
-    """What the state dict of a model holds: `shapes` in its order, `tied` {name: the one before}, `buffers`, the modules
-    that transformers never splits (`_no_split_modules`), which auto-wrap policies wrap, and how its plans of tensor and
-    expert parallelism divide parameters, {name: style}."""
+    """What the state dict of a model holds: `shapes` in its order, `tied` {name: the one before}, `buffers`, the
+    modules that transformers never splits (`_no_split_modules`), which auto-wrap policies wrap, and how its plans of
+    tensor and expert parallelism divide parameters, {name: style}."""
 
     shapes: dict[str, Shape]
     tied: dict[str, str]

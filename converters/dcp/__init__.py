@@ -509,8 +509,8 @@ _ROWS = {
                 "replicated tensors, empty shards, flat or raw optimizer state"
             ),
             (
-                "one data file per rank with exactly what that rank of an FSDP2 job reads; `.metadata` last; the "
-                "same bytes for the same state"
+                "one data file per rank with exactly what that rank of an FSDP2 job reads, or a rank of the mesh that "
+                "`--mesh` names; `.metadata` last; the same bytes for the same state"
             ),
         ),
     ),

@@ -43,9 +43,8 @@ def write(ckpt: Checkpoint, source: Source, options: WriteOptions) -> Draft:
     with a mesh.
 
     Raises:
-        UsageError: no world size was given and the source has none.
-        Unsupported: ranks would cut an object of a tensor subclass inside one of its quantisation blocks, or a mesh
-            does not fit a tensor.
+        UsageError: no world size was given and the source has none, or a mesh does not fit the model.
+        Unsupported: ranks would cut an object of a tensor subclass inside one of its quantisation blocks.
         Corrupt: an entry is inside another one, so that no job could load both.
     """
     world = options.ranks(ckpt)
@@ -92,7 +91,8 @@ def write(ckpt: Checkpoint, source: Source, options: WriteOptions) -> Draft:
             continue
         t = replace(stored, dtype=options.cast(name, stored.dtype))
         if plan is not None and _is_sharded(t):
-            tensors[name] = replace(t, chunks=_place_boxes(t, plan.mesh.boxes(name, t.shape, plan.cut(t)), at), coding="raw")
+            held = plan.mesh.boxes(name, t.shape, plan.cut(t))
+            tensors[name] = replace(t, chunks=_place_boxes(t, held, at), coding="raw")
             continue
         sizes = boxes.chunk_sizes(t.shape[0], world) if _is_sharded(t) else []
         tensors[name] = replace(t, chunks=_place_chunks(t, sizes, at), coding="raw")
@@ -173,7 +173,8 @@ def _place_chunks(t: TensorEntry, sizes: list[int], at: list[int]) -> Chunks:
 
 
 def _place_boxes(t: TensorEntry, given: list[RankBox], at: list[int]) -> Chunks:
-    """Place the boxes that a mesh gives of a tensor in the ranks' files; `at`, the bytes in each so far, is moved on."""
+    """Place the boxes that a mesh gives of a tensor in the ranks' files. `at`, the bytes in each so far, is moved
+    on."""
     chunks = Chunks(len(t.shape))
     for box in given:
         before, after = _frame_sizes(t.dtype, box.shape)

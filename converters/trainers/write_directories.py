@@ -22,7 +22,7 @@ from ckpttool.layouts import WriteOptions
 from ckpttool.storage.source import Source
 
 from ..dcp.write_dcp import write as write_dcp
-from ..options import DirectoryOptions
+from ..options import DirectoryOptions, MeshOptions
 from .filenames import RNG_KEYS
 from .join import SmallFile, data_files, joined_drafts, left_over, state_drafts
 
@@ -459,9 +459,7 @@ def write_titan(ckpt: Checkpoint, source: Source, options: WriteOptions) -> Draf
     }
     made = {p: data for p, data in needed.items() if joined(p) not in ckpt.tensors and ckpt.value(joined(p)) is None}
     values = {**ckpt.values, **{joined(p): Value(p, data) for p, data in made.items()}}
-    draft = write_dcp(
-        replace(ckpt, values=values, origin={}, notes=[]), source, replace(options, tree=_titan_tree)
-    )
+    draft = write_dcp(replace(ckpt, values=values, origin={}, notes=[]), source, replace(options, tree=_titan_tree))
     draft.taken_apart = {n: v for n, v in draft.taken_apart.items() if v.path[0] != "optim"}
     draft.checkpoint.layout = "torchtitan"
     draft.synthesized_values |= {joined(p): data for p, data in made.items()}
@@ -477,9 +475,11 @@ def write_titan(ckpt: Checkpoint, source: Source, options: WriteOptions) -> Draf
             f"{', '.join(map(joined, made))} are not in the source: {', '.join(map(str, made.values()))} was written"
         )
     ranks = {p[1] for p in _leaves_below(ckpt, "dataloader") if len(p) > 1} - {"world_size"}
-    if ranks != {f"dp_rank_{r}" for r in range(world)}:
+    mesh = options.of(MeshOptions).sizes
+    loaders = world if mesh is None else mesh.loaders
+    if ranks != {f"dp_rank_{r}" for r in range(loaders)}:
         draft.notes.append(
-            f"torchtitan cannot move the state of its data loader to {world} ranks: load with "
+            f"torchtitan cannot move the state of its data loader to {loaders} ranks: load with "
             'CheckpointManager.Config(exclude_from_loading=["dataloader"])'
         )
     return draft
