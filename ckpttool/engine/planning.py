@@ -67,6 +67,7 @@ from .opening import CheckpointPath, MergedCheckpoint, OpenCheckpoint, model_of,
 from .patching import open_patched
 from .plan_files import plan_id, save_plan, with_absolute_paths
 from .transform.changing import change_tensors
+from .transform.data_position import move_data_position
 from .transform.dequantizing import dequantize
 from .transform.editing import reset_state, set_values
 from .transform.quantizing import quantize, refuse_scheme
@@ -588,6 +589,12 @@ def _edit_state(ckpt: Checkpoint, writing: WriteRequest, account: Account) -> Ch
         before = ckpt
         ckpt, how = reset_state(ckpt, tuple(writing.reset))
         account.add_step(how, before, ckpt)
+    mesh = getattr(writing.options, "sizes", None)
+    if ranks := writing.world_size if mesh is None else mesh.loaders:
+        before = ckpt
+        ckpt, notes = move_data_position(ckpt, ranks)
+        account.add_step(f"the data position of {count_noun(ranks, 'rank')}", before, ckpt)
+        ckpt = replace(ckpt, notes=[*ckpt.notes, *notes])
     return ckpt
 
 
