@@ -23,6 +23,7 @@ from typing import NamedTuple
 
 from ckpttool.errors import UsageError, argument
 from ckpttool.formats.placements import PlacementCut, ShardPiece, local_pieces
+from ckpttool.options import MOST_RANKS
 
 __all__ = ["Cut", "Mesh", "RankBox"]
 
@@ -62,7 +63,7 @@ class Mesh:
         """Parse a text such as "dp_shard=4,tp=2".
 
         Raises:
-            UsageError: it is not written so, or ep does not divide the ranks that it takes.
+            UsageError: it is not written so, has more ranks than any job, or ep does not divide those that it takes.
         """
         names = [f.name for f in fields(cls)]
         sizes: dict[str, int] = {}
@@ -76,6 +77,10 @@ class Mesh:
                 )
             sizes[name] = int(size)
         mesh = cls(**sizes)
+        if mesh.world > MOST_RANKS:
+            raise UsageError(
+                f"{argument('mesh', text)} has {mesh.world:,} ranks; there may be {MOST_RANKS:,}.", code="CKPT0209"
+            )
         if mesh.replica % mesh.ep:
             raise UsageError(
                 f"{argument('mesh', text)}: ep takes its ranks from dp_shard x cp x tp, and {mesh.ep} does not divide "

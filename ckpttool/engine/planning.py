@@ -294,7 +294,8 @@ def _note_unused(opened: OpenCheckpoint, reading: OpenOptions, writing: WriteReq
         *target.writer_uses,
         # for what is tied; for sizes of heads; for how codes were made
         *(["config"] if reading.merge or writing.map or writing.dequantize else []),
-        *(["config", "like"] if getattr(writing.options, "mesh", None) else []),  # for how a mesh divides tensors
+        # for how a mesh divides tensors
+        *(["config", "like"] if (mesh := getattr(writing.options, "sizes", None)) and mesh.tp * mesh.ep > 1 else []),
     }
     opened.checkpoint.notes += refuse_unused(reading, f"{opened.layout.name} -> {target.name}", used)
 
@@ -592,7 +593,7 @@ def _edit_state(ckpt: Checkpoint, writing: WriteRequest, account: Account) -> Ch
     mesh = getattr(writing.options, "sizes", None)
     if ranks := writing.world_size if mesh is None else mesh.loaders:
         before = ckpt
-        ckpt, notes = move_data_position(ckpt, ranks)
+        ckpt, notes = move_data_position(ckpt, ranks, ranks if mesh is None else mesh.world)
         account.add_step(f"the data position of {count_noun(ranks, 'rank')}", before, ckpt)
         ckpt = replace(ckpt, notes=[*ckpt.notes, *notes])
     return ckpt

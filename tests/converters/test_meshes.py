@@ -116,7 +116,10 @@ def test_what_one_box_does_not_describe_is_refused() -> None:
     assert shape == (1, 4)
     with pytest.raises(UsageError, match=r'"w" is \[17, 4\], and rank 6 of 8'):
         Mesh(dp_shard=4, tp=2).boxes("w", (17, 4), Cut(tp=0))
-    with pytest.raises(UsageError, match="does not describe as one box"):  # two weights side by side
+    # two weights side by side: the first rank of tp has rows 0 to 3 and 8 to 11, and DCP would read rows 0 to 7
+    packed = (_StridedShard(0, split_factor=2),)
+    assert _compute_local_shape_and_global_offset((16, 4), (2,), [0], packed) == ((8, 4), (0, 0))
+    with pytest.raises(UsageError, match="does not describe as one box"):
         Mesh(dp_shard=2, tp=2).boxes("gate_up", (16, 4), Cut(tp=0, packed=2))
     with pytest.raises(UsageError, match="only into 2 equal parts"):
         Mesh(dp_shard=2, tp=2).boxes("w", (8, 5), Cut(tp=0, fsdp=1))
@@ -149,6 +152,7 @@ def test_a_folder_has_the_chunks_and_files_that_torch_saved_for_the_mesh(tmp_pat
         ("tp=2,dp=2", None, "'dp=2' is no dimension with its size"),
         ("dp_shard=2,dp_shard=2", None, "each of them once"),
         ("dp_shard=3,ep=2", None, "2 does not divide 3"),
+        ("dp_shard=99999,tp=9", None, "has 899,991 ranks; there may be 131,072"),
         ("dp_shard=2,tp=2", "wrong", "'wrong' is not a name and a style"),
         ("dp_shard=2,tp=2", "# nothing\nlayers.*.up sideways", "line 2: 'layers.*.up sideways'"),
         ("dp_shard=2,tp=2", "layers.*.upp colwise", "no parameter is named 'layers.*.upp'"),

@@ -7,12 +7,14 @@ torchdata is not among the packages of the tests. `Dealer` does what its Statefu
 from __future__ import annotations
 
 import pickle
+from dataclasses import replace
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from ckpttool.converters.options import MeshOptions
 from torch.utils.data import DistributedSampler
 
 import ckpttool
@@ -73,6 +75,20 @@ def test_the_rest_of_the_epoch_is_read_once(tmp_path: Path, before: int, batch: 
     assert f"{before * batch * steps} samples of the epoch are read" in notes[0]
     gone = {n for n in (d[0] for d in result.dropped) if n.startswith("dataloader.")}
     assert {n.split(".")[1] for n in gone} == {f"rank_{r}" for r in range(after, before)}
+
+
+def test_a_mesh_moves_the_states_of_data_parallel_ranks_alone(tmp_path: Path) -> None:
+    mesh = MeshOptions("dp_replicate=2,dp_shard=2,tp=2", None)
+    (tmp_path / "plan.txt").write_text("w colwise\n")
+    for prefix, said in (
+        ("dp_rank_", "are moved to 4"),
+        ("rank_", "not named by data-parallel ranks, of which the job has 4"),
+    ):
+        loaders = {f"{prefix}{r}": state(12, 3, 0) for r in range(2)}
+        torch.save({"model": {"net.w": torch.zeros(4, 2)}, "dataloader": loaders}, tmp_path / "job.pt")
+        options = replace(mesh, tp_plan=str(tmp_path / "plan.txt"))
+        with ckpttool.plan(tmp_path / "job.pt", tmp_path / "new", to="dcp", options=options) as planned:
+            assert said in " ".join(planned.opened.checkpoint.notes)
 
 
 def test_a_list_of_states_stays_a_list(tmp_path: Path) -> None:

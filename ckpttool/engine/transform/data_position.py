@@ -34,8 +34,9 @@ _SEEDS = ("_base_seed", "_shared_seed")
 _OF_DATASET = frozenset(("dataset_state", "fetcher_state", "_index_sampler_state"))
 
 
-def move_data_position(ckpt: Checkpoint, ranks: int) -> tuple[Checkpoint, list[str]]:
-    """Give the data loaders of `ranks` ranks the position that those of the checkpoint have.
+def move_data_position(ckpt: Checkpoint, ranks: int, world_size: int) -> tuple[Checkpoint, list[str]]:
+    """Give the data loaders of `ranks` ranks, of the `world_size` of the job, the position that those of the checkpoint
+    have.
 
     Returns:
         (the state, notes): the same state where it has no loaders of ranks, as many as `ranks`, or where the position
@@ -47,6 +48,8 @@ def move_data_position(ckpt: Checkpoint, ranks: int) -> tuple[Checkpoint, list[s
         return ckpt, [] if loaders else _describe_other_positions(ckpt, ranks)
     counts, why = _count_samples(ckpt, loaders)
     seen = sum(counts)
+    if not why and ranks != world_size and not (prefix or "").startswith("dp"):
+        why = f"they are not named by data-parallel ranks, of which the job has {ranks:,}"
     if not why and seen % ranks:
         why = f"{seen:,} samples are not a multiple of {ranks}"
     if why:
@@ -69,8 +72,8 @@ def move_data_position(ckpt: Checkpoint, ranks: int) -> tuple[Checkpoint, list[s
                 origin[path] = tuple(key if part == old else part for part in own)
     note = (
         f"the data loaders' states of {count_noun(world, 'rank')} are moved to {ranks:,}: {seen:,} samples of the "
-        f"epoch are read, {counts[0]:,} by each rank then and {each:,} by each now; the order has to be that of a "
-        "StatefulDistributedSampler with the same seed and epoch"
+        f"epoch are read, {counts[0]:,} by each rank then and {each:,} by each now; a StatefulDistributedSampler with "
+        "the same seed and epoch has to deal to all of these ranks"
     )
     if ranks > world and any(rest[-1] in _SEEDS and v.data is not None for rest, v in loaders[0].items()):
         note += f"; ranks from {world:,} on have the workers' seeds of the first ones"
