@@ -90,7 +90,7 @@ class MeshPlan:
             self.cuts, said = {}, ""
         self._complete_experts()
         by = {
-            "tp": sum(c.tp is not None and not c.ep for c in self.cuts.values()),
+            "tp": sum(c.tp is not None and not c.ep for c in self.cuts.values()) if mesh.tp > 1 else 0,
             "ep": sum(c.ep for c in self.cuts.values()),
         }
         parts = [f"{d} divides {count_noun(n, 'parameter')}" for d, n in by.items() if n]
