@@ -189,16 +189,16 @@ class Fsdp1Options:
 class DirectoryOptions:
     """How a trainer's directory is laid out."""
 
-    state_dict_type: str = option(
-        "sharded",
+    state_dict_type: str | None = option(
+        None,
         "What the FSDP plugin of the job asks for: sharded (SHARDED_STATE_DICT) or full (FULL_STATE_DICT); ddp for a "
-        "job without FSDP, on one GPU or more.",
+        "job without FSDP, on one GPU or more. By default ddp for one process, sharded for several.",
         metavar="sharded|full|ddp",
     )
 
     def __post_init__(self) -> None:
-        """Raise UsageError if `state_dict_type` is not sharded, full or ddp."""
-        if self.state_dict_type not in ("sharded", "full", "ddp"):
+        """Raise UsageError if `state_dict_type` is not sharded, full, ddp or None."""
+        if self.state_dict_type not in ("sharded", "full", "ddp", None):
             raise UsageError(
                 f"{argument('state_dict_type', self.state_dict_type)}: choose sharded, full or ddp.", code="CKPT0203"
             )

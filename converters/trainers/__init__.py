@@ -42,6 +42,7 @@ torchtune    epoch_{n}/ or step_{n}/, and recipe_state/ next to it: trainers/tor
 automodel    NeMo AutoModel: trainers/automodel.py
 transformers_sharded    save_pretrained(distributed_checkpoint=True) and save_optimizer_distributed:
                         trainers/automodel.py
+llamafactory LLaMA-Factory v1's checkpoint-{step}/: trainers/llamafactory.py
 olmo         OLMo-core's step folders: trainers/olmo.py
 veomni       VeOmni's global_step_{n}/: trainers/veomni.py
 script       model.pt and optimizer.pt of a training script: trainers/scripts.py
@@ -81,6 +82,7 @@ from .filenames import (
     rest_in,
     state_in,
 )
+from .llamafactory import LLAMA_FACTORY
 from .olmo import OLMO
 from .scripts import SCRIPT
 from .torchtune import TORCHTUNE
@@ -317,7 +319,7 @@ def _unfinished_of_trainer(folder: SeenFolder) -> Unfinished | None:
     where nothing does."""
     if not re.fullmatch(_CHECKPOINT, folder.name) or "trainer_state.json" in folder.names:
         return None
-    if folder.layout == SCRIPT.name:  # LLaMA-Factory names its folders so, too
+    if folder.layout == LLAMA_FACTORY.name or LLAMA_FACTORY.program.unfinished(folder):  # its folders are named so, too
         return None
     kinds = {kind[1] for n in folder.names if (kind := kind_of(n)) is not None}
     if kinds & {"optim", "scheduler", "rng"} or any(re.fullmatch(_HALF, n) for n in folder.names):
@@ -676,7 +678,19 @@ TORCHTITAN = layouts.Layout(
 LAYOUTS = (
     *(
         dialect.layout()
-        for dialect in (ACCELERATE, TRAINER, LIGHTNING, VERL, TORCHTUNE, AUTOMODEL, TRANSFORMERS, OLMO, VEOMNI, SCRIPT)
+        for dialect in (
+            ACCELERATE,
+            TRAINER,
+            LIGHTNING,
+            VERL,
+            TORCHTUNE,
+            LLAMA_FACTORY,
+            AUTOMODEL,
+            TRANSFORMERS,
+            OLMO,
+            VEOMNI,
+            SCRIPT,
+        )
     ),
     TORCHTITAN,
 )

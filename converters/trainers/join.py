@@ -36,20 +36,32 @@ __all__ = [
     "data_files",
     "joined_drafts",
     "left_over",
+    "state_dict_type",
     "state_drafts",
 ]
 
 
 @dataclass(frozen=True)
 class SmallFile:
-    """A file of torch.save or of JSON with the leaves {path in its tree: leaf of the source}."""
+    """A file of torch.save or of JSON with the leaves {path in its tree: leaf of the source}; an empty file where there
+    are none."""
 
     name: str
     leaves: Mapping[Path, TensorEntry | object]
 
 
+def state_dict_type(ckpt: Checkpoint, options: WriteOptions) -> str:
+    """Return the state dict type to write: the one that was asked for; else ddp for a job of one rank, which has
+    nothing to shard, and sharded for others.
+
+    Raises:
+        UsageError: no world size was given and the source has none.
+    """
+    return options.of(DirectoryOptions).state_dict_type or ("ddp" if options.ranks(ckpt) == 1 else "sharded")
+
+
 def state_drafts(
-    ckpt: Checkpoint, source: Source, options: WriteOptions, names: Mapping[str, tuple[str, str]]
+    ckpt: Checkpoint, source: Source, options: WriteOptions, names: tuple[str, str], kind: str, at_root: bool = False
 ) -> list[tuple[str, Draft]]:
     """Return (folder with "/", or "", draft) of the model and of the optimizer, as far as there are any.
 
@@ -58,14 +70,15 @@ def state_drafts(
     Args:
         ckpt: what is written.
         source: where its bytes are.
-        options: those of the conversion; `state_dict_type` among them.
-        names: {state dict type: (name of the model, name of the optimizer)}.
+        options: those of the conversion.
+        names: of the model and of the optimizer: folders of dcp, or files.
+        kind: the state dict type.
+        at_root: a folder of dcp holds the state dict itself; otherwise it is below the key "model" or "optimizer".
 
     Raises:
         Unsupported: the type is ddp, whose optimizer numbers its parameters, and their order is not known; or ddp of an
             adapter.
     """
-    kind = options.of(DirectoryOptions).state_dict_type
     sharded = kind == "sharded"
     adapter = next(
         (n for t in ckpt.tensors.values() if t.path[0] == "model" and live_name(n := str(t.path[1])) != n), None
@@ -79,17 +92,18 @@ def state_drafts(
         )
     numbers = numbered_parameters(ckpt, options) if kind == "ddp" else {}
     out = []
-    for component, key, name in zip(("model", "optim"), ("model", "optimizer"), names[kind], strict=True):
+    for component, key, name in zip(("model", "optim"), ("model", "optimizer"), names, strict=True):
         part = ckpt.only([component])
         if not part.tensors and not part.values:
             continue
         part = replace(part, origin={}, ranks={}, notes=[])
         write = write_dcp if sharded else full.write
-        tree = partial(_own_tree, (key,) if sharded else (), numbers)  # the state dict alone in a file
-        draft = write(part, source, replace(options, target=name, own=None, tree=tree))
+        tree = partial(_own_tree, (key,) if sharded and not at_root else (), numbers)
+        folder, _, file = (f"{name}/" if sharded else name).rpartition("/")
+        draft = write(part, source, replace(options, target=file or name, own=None, tree=tree))
         if numbers and component == "optim":
             _declare_order(draft, numbers)
-        out.append((f"{name}/" if sharded else "", draft))
+        out.append((f"{folder}/" if folder else "", draft))
     return out
 
 
@@ -144,7 +158,8 @@ def numbered_parameters(ckpt: Checkpoint, options: WriteOptions) -> dict[str, in
         raise Unsupported(
             f"A job without FSDP numbers the {count:,} parameters of its optimizer in the order of the model's "
             f"modules, and this checkpoint does not tell that order. Give {argument('config')} the folder or id of the "
-            f"Hugging Face model, or {argument('like')} a checkpoint that such a job saved with names.",
+            f"Hugging Face model, or {argument('like')} a checkpoint that such a job saved with names; or write it for "
+            f"a job with FSDP: {argument('state_dict_type', 'sharded', 'DirectoryOptions')}.",
             code="CKPT0308",
         )
     return {name: i for i, name in enumerate(n for g in in_order for n in g)}
@@ -190,6 +205,9 @@ def data_files(ckpt: Checkpoint, files: Sequence[SmallFile], options: WriteOptio
         if file.name.endswith(".json"):
             out.literal(file.name, (json.dumps(nest(dict(file.leaves)), indent=2) + "\n").encode())
             continue
+        if not file.leaves:
+            out.literal(file.name, b"")
+            continue
         tree: dict[Path, object] = {}
         storages: dict[str, int] = {}
         entries: list[tuple[str, TensorEntry]] = []
@@ -227,7 +245,7 @@ def _reference(
 
 
 def joined_drafts(
-    name: str, ckpt: Checkpoint, parts: Sequence[tuple[str, Draft]], options: WriteOptions, world: int
+    name: str, ckpt: Checkpoint, parts: Sequence[tuple[str, Draft]], options: WriteOptions, world: int | None
 ) -> Draft:
     """Join several drafts to that of one directory. The files of the last one come last.
 
@@ -236,7 +254,7 @@ def joined_drafts(
         ckpt: what is written, all of it.
         parts: (folder with "/", or "" for the directory itself, draft).
         options: those of the conversion.
-        world: ranks of the new job.
+        world: ranks of the new job; None where any number reads it.
     """
     files: list[DraftFile] = []
     tensors: dict[str, TensorEntry] = {}

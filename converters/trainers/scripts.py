@@ -5,8 +5,6 @@
     scheduler.pt  scaler.pt  rng_state.pt  dataloader.pt  train_state.pt       and others that say by their name what
                   they hold
     rng_state/rank_{r}.pt  dataloader/rank_{r}.pt                              the same of each rank
-    metadata.json  CHECKPOINT_COMPLETE                                         of LLaMA-Factory v1: counters; the last
-                   file that it writes
 
 Everything goes by names that scripts use. Where there are two files of weights or of an
 optimizer, which of them belong together nobody knows, and it is no checkpoint. An optimizer that numbers its parameters
@@ -24,6 +22,7 @@ from ckpttool.storage.source import Source
 from .automodel import AUTOMODEL, TRANSFORMERS
 from .dialect import DATA, Dialect, DirectoryPart
 from .filenames import RANDOM_STATES, RNG_STATE, models_in, numbered, refuse_missing_shards
+from .llamafactory import LLAMA_FACTORY
 
 __all__ = ["SCRIPT"]
 
@@ -42,8 +41,6 @@ _REST = (
 )
 _OF_RANKS = {"rng_state": "rng", "rng_states": "rng", "dataloader": "dataloader", "dataloaders": "dataloader"}
 _OF_RANK = r"rank_?(\d{1,6})\.(?:pt|pth|bin)"
-#: What LLaMA-Factory v1 writes last; its folders have the names of Trainer's.
-_COMPLETE = "CHECKPOINT_COMPLETE"
 
 
 def _weights(source: Source, names: Sequence[str]) -> list[DirectoryPart]:
@@ -78,10 +75,10 @@ def _detect(source: Source) -> tuple[bool, str]:
     )
     if other is not None:
         return False, f"has {other}, of another layout"
-    if re.fullmatch(r"checkpoint-\d+", source.root.rstrip("/").rpartition("/")[2]) and _COMPLETE not in names:
-        return False, f"named as those of Trainer, and has neither trainer_state.json nor {_COMPLETE} of LLaMA-Factory"
+    if re.fullmatch(r"checkpoint-\d+", source.root.rstrip("/").rpartition("/")[2]):
+        return False, "named as those of Trainer, and has no trainer_state.json"
     weights, optimizers = _weights(source, names), _optimizers(source, names)
-    if weights and optimizers and (AUTOMODEL.detect(source)[0] or TRANSFORMERS.detect(source)[0]):
+    if weights and optimizers and any(d.detect(source)[0] for d in (AUTOMODEL, TRANSFORMERS, LLAMA_FACTORY)):
         return False, "of another trainer"
     whole = (
         {p.name for p in weights}
@@ -107,8 +104,6 @@ def _parts(source: Source) -> list[DirectoryPart]:
     for folder, component in _OF_RANKS.items():
         of_ranks = numbered(source.list(folder), _OF_RANK) if folder in names and source.glance(folder)[0] else ()
         out += [DirectoryPart(f"{folder}/{n}", DATA, component, (str(rank),)) for n, rank in of_ranks]
-    if _COMPLETE in names and "metadata.json" in names:
-        out.append(DirectoryPart("metadata.json", DATA, "trainer"))
     for pattern, component in _REST:
         found = [n for n in names if pattern.fullmatch(n) and n not in ranks]
         for name in found:
@@ -132,17 +127,14 @@ _ROWS = {
                 "a folder with one file of weights (`model.pt`, `weights.pth`, `model.safetensors`, ...) or DCP "
                 "folder `model/`, and one of the optimizer (`optimizer.pt`, `optim/`, ...); `scheduler.pt`, "
                 "`scaler.pt`, `rng_state.pt`, `dataloader.pt`, `train_state.pt`, `extra.pt` beside them, "
-                "`rng_state/` and `dataloader/` with a file of each rank (LLaMA-Factory v1)"
+                "`rng_state/` and `dataloader/` with a file of each rank"
             ),
             "not written",
         ),
     ),
     "directories": (
         (
-            (
-                "a script's own folder: `model.pt` and `optimizer.pt`, or the DCP folders `model/` and `optim/`; "
-                "LLaMA-Factory v1"
-            ),
+            "a script's own folder: `model.pt` and `optimizer.pt`, or the DCP folders `model/` and `optim/`",
             "`script`",
             "weights, optimizer, and scheduler, scaler, RNG, data loader, counters under names that scripts use",
         ),

@@ -3,7 +3,7 @@
     epoch_0/model-0000k-of-0000n.safetensors, .bin   the weights: under the names of the Hub, or torchtune's own
     epoch_0/adapter_model.safetensors, .pt           the adapter of a LoRA recipe, with adapter_config.json (PEFT)
     recipe_state/recipe_state.pt                     {"optimizer", "epochs_run", "total_epochs", "seed", ...}
-    epoch_0/recipe_state.pt                          the same, where it is saved with each epoch
+    epoch_0/recipe_state.pt                          the same, where it is saved with each epoch, and what is written
 
 The optimizer has torchtune's names of parameters (layers.0.attn.q_proj.weight). Where the weights have those too, it is
 the optimizer of the state; where they have the names of the Hub, whose rows of q and k are also in another order, it is
@@ -23,6 +23,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Sequence
 
+from ckpttool import layouts
 from ckpttool.errors import CkpttoolError
 from ckpttool.formats import torch_zip
 from ckpttool.program import Advice, ForTrainer, Half, Program, StateFile
@@ -44,7 +45,7 @@ def _detect(source: Source) -> tuple[bool, str]:
     or why not."""
     _, name = parent_of(source)
     names = source.list()
-    if _FOLDER.fullmatch(name) is None:
+    if _FOLDER.fullmatch(name) is None and _INSIDE not in names:
         return False, "not named epoch_<n> or step_<n>"
     if not any(_WEIGHTS.fullmatch(n) or n.startswith("adapter_model.") or n == "model.safetensors" for n in names):
         return False, "no model-0000k-of-0000n.* and no adapter_model.*"
@@ -167,7 +168,13 @@ _ROWS = {
         (
             "**torchtune**",
             "`epoch_N` or `step_N` with `../recipe_state/recipe_state.pt`, LoRA recipes too",
-            "not written",
+            "`epoch_N` with `recipe_state.pt` in it, of a model with torchtune's names (`--map torchtune-llama3`)",
+        ),
+    ),
+    "for": (
+        (
+            "`model-00001-of-00001.bin` and `recipe_state.pt`, with `--map torchtune-llama3`",
+            "a distributed recipe, `FullModelTorchTuneCheckpointer` with `should_load_recipe_state: True`",
         ),
     ),
     "directories": (
@@ -184,7 +191,7 @@ _ROWS = {
         (
             "torchtune",
             "yes",
-            "not written",
+            "yes, any world size; weights with torchtune's names",
             "as data, where the weights have names of the Hub",
             "recipes save none",
             "recipes save none",
@@ -197,6 +204,7 @@ TORCHTUNE = Dialect(
     title="torchtune",
     detect=_detect,
     siblings=_siblings,
+    write=layouts.late("ckpttool.converters.trainers.write_directories:write_torchtune"),
     parts=_parts,
     notes=_notes,
     program=Program(
@@ -205,13 +213,6 @@ TORCHTUNE = Dialect(
         state_files=(_RECIPE,),
         halves=(Half(_FOLDER.pattern, _RECIPE, _is_last),),
         is_part=lambda name, beside: name == "recipe_state",
-        resumed_by=(
-            ForTrainer(
-                "torchtune",
-                refused="a recipe resumes from its own recipe_state.pt. Write the weights with --to hf, and give that "
-                "folder as checkpoint_dir; or weights and optimizer under its names with --map torchtune-llama3, and "
-                "put them into its two files (docs, torchtune).",
-            ),
-        ),
+        resumed_by=(ForTrainer("torchtune"),),
     ),
 )

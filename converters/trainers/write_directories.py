@@ -12,7 +12,7 @@ from typing import Any
 
 from ckpttool.engine.conservation import list_changed_values
 from ckpttool.engine.copy.stream import small
-from ckpttool.errors import Unsupported, argument
+from ckpttool.errors import Unsupported, UsageError, argument
 from ckpttool.formats.stored_tensors import decode_number, flatten_tree
 from ckpttool.index.checkpoint import Checkpoint, Path, TensorEntry, Value, joined
 from ckpttool.index.composites import shape_of
@@ -21,21 +21,28 @@ from ckpttool.index.names import canonical, describe_weights_elsewhere, step_cou
 from ckpttool.layouts import WriteOptions
 from ckpttool.storage.source import Source
 
+from .. import full
 from ..dcp.write_dcp import write as write_dcp
 from ..options import DirectoryOptions, MeshOptions
 from .filenames import RNG_KEYS
-from .join import SmallFile, data_files, joined_drafts, left_over, state_drafts
+from .join import SmallFile, data_files, joined_drafts, left_over, state_dict_type, state_drafts
 
-__all__ = ["write_accelerate", "write_lightning", "write_titan", "write_trainer"]
+__all__ = ["write_accelerate", "write_lightning", "write_llamafactory", "write_titan", "write_torchtune", "write_trainer"]
 
-#: {state dict type: names of the model and of the optimizer}; Trainer has another one for the optimizer of a job
-#: without FSDP
 _NAMES = {
     "sharded": ("pytorch_model_fsdp_0", "optimizer_0"),
     "full": ("pytorch_model_fsdp.bin", "optimizer.bin"),
     "ddp": ("pytorch_model.bin", "optimizer.bin"),
 }
-_NAMES_OF_TRAINER = {**_NAMES, "ddp": ("pytorch_model.bin", "optimizer.pt")}
+#: {layout: {state dict type: names of the model and of the optimizer}}
+_NAMES_OF = {
+    "accelerate": _NAMES,
+    "trainer": {**_NAMES, "ddp": ("pytorch_model.bin", "optimizer.pt")},
+    "llamafactory": {
+        "sharded": ("model", "optimizer"),
+        "ddp": ("model/pytorch_model.bin", "optimizer/state_dict.pt"),
+    },
+}
 
 
 def _refuse_several_optimizers(ckpt: Checkpoint, trainer: str) -> None:
@@ -93,7 +100,12 @@ def _file_tree(leaves: Mapping[Path, object]) -> dict[Path, object]:
 
 
 def _rng_files(
-    ckpt: Checkpoint, world: int, pattern: str, keys: Mapping[str, str], placed: set[Path]
+    ckpt: Checkpoint,
+    world: int,
+    pattern: str,
+    keys: Mapping[str, str],
+    placed: set[Path],
+    needs: frozenset[str] = frozenset(),
 ) -> list[SmallFile]:
     """List the files with the RNG state of every rank that the new job has, and the source too.
 
@@ -103,12 +115,14 @@ def _rng_files(
         pattern: name of a file, with {} for the rank.
         keys: {canonical name of a part of the state: its name in the file}.
         placed: gets the canonical paths that are in these files.
+        needs: the canonical names of parts without which the trainer reads no file. Such a trainer reads the states of
+            all devices, too, so that of a single one is left out.
     """
     of_rank: dict[str, dict[Path, object]] = {}
     for path, leaf in _leaves_below(ckpt, "rng").items():
-        if len(path) > 2:
+        if len(path) > 2 and not (needs and path[2:] == ("cuda",) and isinstance(leaf, TensorEntry)):
             of_rank.setdefault(str(path[1]), {})[path] = leaf
-    ranks = {rank: of_rank[str(rank)] for rank in range(world) if str(rank) in of_rank}
+    ranks = {r: found for r in range(world) if (found := of_rank.get(str(r))) and needs <= {p[2] for p in found}}
     for found in ranks.values():
         placed |= set(found)
     return [SmallFile(pattern.format(rank), _cut_paths(found, 2, keys)) for rank, found in ranks.items()]
@@ -136,10 +150,11 @@ def _draft_directory(
     notes: list[str],
     made: Mapping[Path, object] = MappingProxyType({}),
 ) -> Draft:
-    """Draft a directory of Accelerate or Trainer: model and optimizer, the small files, and what has no other place.
+    """Draft a directory of Accelerate, Trainer or LLaMA-Factory: model and optimizer, the small files, and what has no
+    other place.
 
     Args:
-        name: "accelerate" or "trainer".
+        name: "accelerate", "trainer" or "llamafactory".
         ckpt: what is written.
         source: where its bytes are.
         options: those of the conversion.
@@ -158,20 +173,23 @@ def _draft_directory(
             f"them.{describe_weights_elsewhere(ckpt)}",
             code="CKPT0317",
         )
-    parts = state_drafts(ckpt, source, options, _NAMES_OF_TRAINER if name == "trainer" else _NAMES)
+    kind = state_dict_type(ckpt, options)
+    parts = state_drafts(ckpt, source, options, _NAMES_OF[name][kind], kind, at_root=name == "llamafactory")
     rest, kept = left_over(ckpt, placed)
     parts.append(("", data_files(ckpt, [*rest, *small], options)))
     out = joined_drafts(name, ckpt, parts, options, world)
-    if options.of(DirectoryOptions).state_dict_type != "ddp":
-        ddp = argument("state_dict_type", "ddp", "DirectoryOptions")
-        notes = [f"for a job with FSDP; {ddp} writes it for one without", *notes]
+    other = argument("state_dict_type", "sharded" if kind == "ddp" else "ddp", "DirectoryOptions")
+    if kind != "ddp":
+        notes = [f"for a job with FSDP; {other} writes it for one without", *notes]
+    elif options.of(DirectoryOptions).state_dict_type is None:
+        notes = [f"for a job of one process without FSDP; {other} writes it for one with", *notes]
     out.notes += [*notes, *kept]
     out.synthesized_values |= {joined(p): data for p, data in made.items()}
     return out
 
 
 def write_accelerate(ckpt: Checkpoint, source: Source, options: WriteOptions) -> Draft:
-    """Draft what `accelerator.load_state` of a job with FSDP reads.
+    """Draft what `accelerator.load_state` reads, of a job with FSDP or, by the state dict type, one without.
 
     Raises:
         UsageError: no world size was given and the source has none.
@@ -207,7 +225,8 @@ def write_accelerate(ckpt: Checkpoint, source: Source, options: WriteOptions) ->
 
 
 def write_trainer(ckpt: Checkpoint, source: Source, options: WriteOptions) -> Draft:
-    """Draft what `Trainer.train(resume_from_checkpoint=...)` of a job with FSDP reads.
+    """Draft what `Trainer.train(resume_from_checkpoint=...)` reads, of a job with FSDP or, by the state dict type, one
+    without.
 
     Raises:
         UsageError: no world size was given and the source has none.
@@ -254,6 +273,71 @@ def write_trainer(ckpt: Checkpoint, source: Source, options: WriteOptions) -> Dr
         notes + _note_lost_rng(rng, world),
         {("trainer", *p): x for p, x in counters.items() if p not in held},
     )
+
+
+def write_llamafactory(ckpt: Checkpoint, source: Source, options: WriteOptions) -> Draft:
+    """Draft the checkpoint-N from which LLaMA-Factory v1 resumes, with FSDP2 or, by the state dict type, without.
+
+    Data loaders are written for a job of as many ranks as the source's; LLaMA-Factory begins the epoch again where a
+    rank has none.
+
+    Raises:
+        UsageError: no world size was given and the source has none, or the state dict type is full.
+        Unsupported: there are no weights, several optimizers, or parameters that cannot be numbered where they must be.
+    """
+    _refuse_several_optimizers(ckpt, "LLaMA-Factory")
+    if options.of(DirectoryOptions).state_dict_type == "full":
+        raise UsageError(
+            f"{argument('state_dict_type', 'full')}: LLaMA-Factory saves no such state; choose sharded or ddp.",
+            code="CKPT0203",
+        )
+    world = options.ranks(ckpt)
+    placed: set[Path] = set()
+    small = []
+    for paths, state in _schedulers(ckpt)[:1]:
+        placed |= paths
+        small.append(SmallFile("scheduler.pt", state))
+    keys = {"cpu": "torch", "cuda": "accelerator"}
+    rng = _rng_files(ckpt, world, "rng_state/rank_{}.pt", keys, placed, frozenset(("python", "numpy", "cpu")))
+    notes = _note_lost_rng(rng, world)
+    loaders = _loaders_of_ranks(ckpt, world, placed)
+    if not loaders:
+        notes.append(f"no data loader of {world} ranks is in the source: the job begins the epoch again")
+    epoch = ckpt.value("trainer.epoch")
+    counters: dict[Path, Any] = {
+        ("global_step",): _count_steps(ckpt, source),
+        ("epoch",): int(epoch) if isinstance(epoch, (int, float)) else 0,
+    }
+    if isinstance(total := ckpt.value("trainer.num_training_steps"), int):
+        counters["num_training_steps",] = total
+    written = {("trainer", *p): x for p, x in counters.items()}
+    held = {p for p, x in written.items() if ckpt.value(joined(p)) == x}
+    return _draft_directory(
+        "llamafactory",
+        ckpt,
+        source,
+        options,
+        [SmallFile("metadata.json", counters), *small, *rng, *loaders, SmallFile("CHECKPOINT_COMPLETE", {})],
+        placed | held,
+        world,
+        notes,
+        {p: x for p, x in written.items() if joined(p) not in ckpt.values},
+    )
+
+
+def _loaders_of_ranks(ckpt: Checkpoint, world: int, placed: set[Path]) -> list[SmallFile]:
+    """List the files with LLaMA-Factory's data loader of every rank; empty where the source is not LLaMA-Factory's of
+    as many ranks. `placed` gets the canonical paths in them."""
+    found = _leaves_inside(ckpt, "dataloader")
+    if {p[1] for p in found} != {str(r) for r in range(world)} or any(
+        len(p) < 3 or p[2] not in ("buffer", "data_provider") for p in found
+    ):
+        return []
+    placed |= set(found)
+    return [
+        SmallFile(f"dataloader/rank_{r}.pt", _cut_paths({p: x for p, x in found.items() if p[1] == str(r)}, 2))
+        for r in range(world)
+    ]
 
 
 #: The fields of transformers' TrainerState (trainer_callback.py); other keys would be refused by its constructor.
@@ -483,3 +567,55 @@ def write_titan(ckpt: Checkpoint, source: Source, options: WriteOptions) -> Draf
             'CheckpointManager.Config(exclude_from_loading=["dataloader"])'
         )
     return draft
+
+
+def write_torchtune(ckpt: Checkpoint, source: Source, options: WriteOptions) -> Draft:
+    """Draft an epoch of torchtune with the recipe's state in it, for FullModelTorchTuneCheckpointer and the distributed
+    recipes, whose optimizer has names.
+
+    Raises:
+        Unsupported: there are no weights, several optimizers, or other names than torchtune's.
+    """
+    _refuse_several_optimizers(ckpt, "torchtune")
+    names = [str(t.path[1]) for t in ckpt.tensors.values() if t.path[0] == "model"]
+    if not any(".sa_norm." in n for n in names):
+        raise Unsupported(
+            f'The weights do not have torchtune\'s names (first "{names[0] if names else "none"}"), which a recipe asks '
+            f"for. {argument('map', 'torchtune-llama3')} gives them to a Llama, and {argument('map', 'FILE')} to other "
+            "models.",
+            code="CKPT0316",
+        )
+    run = ckpt.value("trainer.epochs_run")
+    epoch = ckpt.value("trainer.epoch")
+    if not isinstance(run, int):
+        run = int(epoch) if isinstance(epoch, (int, float)) else 0
+    # what a recipe asks for; None is no limit, and no seed
+    needed: dict[Path, Any] = {
+        ("trainer", "epochs_run"): run,
+        ("trainer", "total_epochs"): run + 1,
+        ("extra", "seed"): None,
+        ("extra", "max_steps_per_epoch"): None,
+    }
+    made = {p: x for p, x in needed.items() if joined(p) not in ckpt.values}
+    state = replace(ckpt.part(lambda n: n.startswith("optim.") or n in {joined(p) for p in needed}), origin={}, notes=[])
+    state.values = {**state.values, **{joined(p): Value(p, x) for p, x in made.items()}}
+
+    def tree(leaves: dict[Path, Any]) -> dict[Path, Any]:
+        """Return the leaves as a recipe keeps them: weights at the root, the optimizer and counters under their
+        names."""
+        return {(("optimizer", *p[1:]) if p[0] == "optim" else p[1:]): leaf for p, leaf in leaves.items()}
+
+    parts = [
+        (part, replace(options, target=name, own=None, tree=tree))
+        for part, name in (
+            (replace(ckpt.only(["model"]), origin={}, notes=[]), "model-00001-of-00001.bin"),
+            (state, "recipe_state.pt"),
+        )
+    ]
+    rest, kept = left_over(ckpt, set(needed))
+    drafts = [("", data_files(ckpt, rest, options)), *(("", full.write(part, source, own)) for part, own in parts)]
+    out = joined_drafts("torchtune", ckpt, drafts, options, options.world_size or ckpt.world_size)
+    out.checkpoint.values = {n: v for n, v in out.checkpoint.values.items() if n not in map(joined, made)}
+    out.synthesized_values |= {joined(p): data for p, data in made.items()}
+    out.notes += [f"a distributed recipe begins epoch {run} at its first row: torchtune saves no place in it", *kept]
+    return out

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import json
-import random
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
@@ -133,68 +130,6 @@ def test_what_trainers_write_stays_theirs(tmp_path: Path) -> None:
         ckpttool.open(source)
     with ckpttool.open(FIXTURES / "trainers" / "accelerate_fsdp2_full" / "ckpt") as opened:
         assert opened.checkpoint.layout == "accelerate"
-
-
-def llama_factory_folder(path: Path) -> Path:
-    """What LLaMA-Factory v1 writes, of two ranks with random states of their own."""
-    model, optimizer, scheduler = job()
-    weights, moments = get_state_dict(model, optimizer)
-    dcp.save(weights, checkpoint_id=path / "model")
-    dcp.save(moments, checkpoint_id=path / "optimizer")
-    torch.save(scheduler.state_dict(), path / "scheduler.pt")
-    for rank in range(2):
-        random.seed(rank)
-        state = {
-            "python": random.getstate(),
-            "numpy": np.random.RandomState(rank).get_state(),
-            "torch": torch.get_rng_state(),
-            "accelerator": None,
-        }
-        for folder, tree in (("rng_state", state), ("dataloader", {"pos": 3 + rank})):
-            (path / folder).mkdir(exist_ok=True)
-            torch.save(tree, path / folder / f"rank_{rank}.pt")
-    (path / "metadata.json").write_text(json.dumps({"global_step": 3, "epoch": 0, "num_training_steps": 30}))
-    (path / "CHECKPOINT_COMPLETE").touch()
-    return path
-
-
-def test_a_folder_of_llama_factory_is_one_state_with_the_random_states_of_all_ranks(tmp_path: Path) -> None:
-    source = llama_factory_folder(tmp_path / "checkpoint-3")
-    with ckpttool.open(source) as opened:
-        assert (opened.checkpoint.layout, opened.checkpoint.unread) == ("script", [])
-    done = ckpttool.convert(source, tmp_path / "out", to="dcp", world_size=1)
-    assert not done.dropped
-    tree = load_dcp(tmp_path / "out")
-    for rank in range(2):
-        saved = torch.load(source / "rng_state" / f"rank_{rank}.pt", weights_only=False)
-        random.setstate(tree["rng"][str(rank)]["python"])
-        random.setstate(now := random.getstate())
-        assert now == saved["python"]
-        assert np.array_equal(tree["rng"][str(rank)]["numpy"][1], saved["numpy"][1])
-        assert tree["dataloader"][str(rank)] == {"pos": 3 + rank}
-    assert tree["trainer"]["global_step"] == 3
-    rows = detection.below(Source(tmp_path)).checkpoints
-    assert [(c.layout, c.step, c.complete) for c in rows if c.name == "checkpoint-3"] == [("script", 3, True)]
-    (source / "CHECKPOINT_COMPLETE").unlink()
-    with pytest.raises(NotRecognised, match=r"neither trainer_state\.json nor CHECKPOINT_COMPLETE"):
-        ckpttool.open(source)
-
-
-def test_random_states_of_ranks_are_no_checkpoint_and_a_half_lists_what_is_beside_it(tmp_path: Path) -> None:
-    source = llama_factory_folder(tmp_path / "checkpoint-3")
-    with pytest.raises(NotRecognised, match="hold neither weights nor an optimizer"):
-        ckpttool.open(source / "rng_state")
-    with pytest.raises(Unsupported) as e:
-        ckpttool.convert(source / "model", tmp_path / "out", to="dcp", world_size=1)
-    for name in ("../optimizer/", "../scheduler.pt", "../rng_state/", "../dataloader/", "drop=True"):
-        assert name in str(e.value)
-    done = ckpttool.convert(source / "model", tmp_path / "out", to="dcp", world_size=1, drop=True)
-    assert {name for name, *_ in done.dropped} == {
-        "../optimizer/",
-        "../scheduler.pt",
-        "../rng_state/",
-        "../dataloader/",
-    }
 
 
 def test_a_data_loader_in_a_folder_of_dcp_is_not_left_without_a_word(tmp_path: Path) -> None:

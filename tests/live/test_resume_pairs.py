@@ -24,12 +24,13 @@ UNINTERRUPTED = [5.068902492523193, 5.127249717712402, 5.210421085357666]
 SOURCES = ("accelerate", "trainer", "trainer-full", "lightning", "torchtitan", "torch", "deepspeed")
 TARGETS = (
     "accelerate", "accelerate-full", "accelerate-ddp", "trainer", "trainer-full", "trainer-ddp", "lightning", "torchtitan", "torch",
-    "deepspeed",
+    "deepspeed", "llamafactory", "llamafactory-ddp",
 )  # fmt: skip
 SOME = (
     ("trainer", "accelerate"), ("lightning", "accelerate-full"), ("torch", "trainer"), ("accelerate", "trainer-full"),
     ("deepspeed", "lightning"), ("trainer", "torchtitan"), ("torchtitan", "torch"), ("trainer-full", "deepspeed"),
     ("deepspeed", "trainer-ddp"), ("torchtitan", "accelerate-ddp"),
+    ("torch", "llamafactory"),
 )  # fmt: skip
 PAIRS = [(s, t) for s in SOURCES for t in TARGETS] if os.environ.get("PAIRS") == "all" else SOME
 
@@ -41,6 +42,11 @@ def test_a_trainer_goes_on_from_the_checkpoint_of_another(source: str, target: s
         JOBS / source, tmp_path / "out", "--for", trainer, "-n", "3", *(["--state-dict-type", kind] if kind else [])
     )
     assert losses(target, tmp_path / "out", 3) == pytest.approx(UNINTERRUPTED, abs=2e-6)
+
+
+def test_a_trainer_of_one_process_goes_on_without_fsdp(tmp_path: Path) -> None:
+    convert(JOBS / "trainer", tmp_path / "out", "--for", "trainer", "-n", "1")
+    assert losses("trainer-ddp", tmp_path / "out", 1) == pytest.approx(UNINTERRUPTED, abs=2e-6)
 
 
 def test_there_and_back(tmp_path: Path) -> None:
