@@ -215,11 +215,12 @@ class _Naming:
         self.rest: dict[Path, Any] = {}
 
     def _remove_outer_key(self) -> None:
-        """Remove a single key that is around a model and more, as "app" is in {"app": {"model": ..., "optim": ...}},
-        with a note."""
+        """Remove a single key that is around a model and more, as "app" is in {"app": {"model": ..., "optim": ...}}, or
+        around an optimizer and more, as in {"optim": {"optim": ..., "sched": ...}}, with a note."""
         if len(self.tops) == 1 and len({p[:2] for p in self.found}) > 1:
             inner = {str(p[1]) for p in self.found if len(p) > 2}
-            if any(ROLES.get(n) == "model" for n in inner):
+            roles = {ROLES.get(n) for n in inner}
+            if "model" in roles or ("optim" in roles and not inner & {"state", "param_groups"}):
                 self.outer = (next(iter(self.tops)),)
                 self.notes.append(
                     f'everything is under the key "{self.outer[0]}"; dcp and full keep it, other layouts do not'

@@ -45,6 +45,7 @@ transformers_sharded    save_pretrained(distributed_checkpoint=True) and save_op
 llamafactory LLaMA-Factory v1's checkpoint-{step}/: trainers/llamafactory.py
 olmo         OLMo-core's step folders: trainers/olmo.py
 veomni       VeOmni's global_step_{n}/: trainers/veomni.py
+skyrl, nemo_rl, prime_rl, xtuner    a model in one folder and files beside it: trainers/reinforcement.py
 script       model.pt and optimizer.pt of a training script: trainers/scripts.py
 
 Sources: accelerate/checkpointing.py, accelerate/utils/constants.py, accelerate/utils/fsdp_utils.py of 1.15;
@@ -84,6 +85,7 @@ from .filenames import (
 )
 from .llamafactory import LLAMA_FACTORY
 from .olmo import OLMO
+from .reinforcement import NEMO_RL, PRIME_RL, SKYRL, XTUNER, is_model_of_skyrl
 from .scripts import SCRIPT
 from .torchtune import TORCHTUNE
 from .veomni import VEOMNI
@@ -498,7 +500,7 @@ def _is_verl(source: Source) -> tuple[bool, str]:
     """Return whether a folder holds the files of verl's ranks, or is the folder above of one that has no critic; and,
     as text, why or why not."""
     if found := _first_file_of_verl(source):
-        return True, f"has {found}"
+        return not is_model_of_skyrl(source), f"has {found}"
     if _first_file_of_verl(source, "actor"):
         return ("critic" not in source.list()), "has actor/" + (
             " and critic/: two models" if source.list("critic") else ""
@@ -689,6 +691,10 @@ LAYOUTS = (
             TRANSFORMERS,
             OLMO,
             VEOMNI,
+            SKYRL,
+            NEMO_RL,
+            PRIME_RL,
+            XTUNER,
             SCRIPT,
         )
     ),

@@ -27,7 +27,14 @@ from ..options import DirectoryOptions, MeshOptions
 from .filenames import RNG_KEYS
 from .join import SmallFile, data_files, joined_drafts, left_over, state_dict_type, state_drafts
 
-__all__ = ["write_accelerate", "write_lightning", "write_llamafactory", "write_titan", "write_torchtune", "write_trainer"]
+__all__ = [
+    "write_accelerate",
+    "write_lightning",
+    "write_llamafactory",
+    "write_titan",
+    "write_torchtune",
+    "write_trainer",
+]
 
 _NAMES = {
     "sharded": ("pytorch_model_fsdp_0", "optimizer_0"),
@@ -580,8 +587,8 @@ def write_torchtune(ckpt: Checkpoint, source: Source, options: WriteOptions) -> 
     names = [str(t.path[1]) for t in ckpt.tensors.values() if t.path[0] == "model"]
     if not any(".sa_norm." in n for n in names):
         raise Unsupported(
-            f'The weights do not have torchtune\'s names (first "{names[0] if names else "none"}"), which a recipe asks '
-            f"for. {argument('map', 'torchtune-llama3')} gives them to a Llama, and {argument('map', 'FILE')} to other "
+            f'The weights do not have torchtune\'s names (first "{names[0] if names else "none"}"), which a recipe '
+            f"asks for. {argument('map', 'torchtune-llama3')} gives them to a Llama, and {argument('map', 'FILE')} to other "
             "models.",
             code="CKPT0316",
         )
@@ -597,7 +604,9 @@ def write_torchtune(ckpt: Checkpoint, source: Source, options: WriteOptions) -> 
         ("extra", "max_steps_per_epoch"): None,
     }
     made = {p: x for p, x in needed.items() if joined(p) not in ckpt.values}
-    state = replace(ckpt.part(lambda n: n.startswith("optim.") or n in {joined(p) for p in needed}), origin={}, notes=[])
+    state = replace(
+        ckpt.part(lambda n: n.startswith("optim.") or n in {joined(p) for p in needed}), origin={}, notes=[]
+    )
     state.values = {**state.values, **{joined(p): Value(p, x) for p, x in made.items()}}
 
     def tree(leaves: dict[Path, Any]) -> dict[Path, Any]:

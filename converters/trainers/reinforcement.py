@@ -1,0 +1,317 @@
+"""Steps of programs for reinforcement learning and fine-tuning: a model in one folder, and small files beside it.
+
+skyrl      global_step_{n}/policy/, critic/             files of ranks with verl's names, read by fsdp1
+           global_step_{n}/data.pt, trainer_state.pt    the data loader; {"global_step", "config"}
+           fully_async_state.pt                         the state of a fully asynchronous trainer
+nemo_rl    step_{n}/policy/weights/, policy/optimizer/  folders of dcp, {"model"} and {"optim": {"optim", "sched"}};
+                                                        with Megatron inside, weights/iter_{m}/ is both
+           train_dataloader.pt, training_info.json      the data loader; counters, written first, in tmp_step_{n}/
+prime_rl   step_{n}/trainer/                            a folder of dcp, {"app": {"model", "optimizers", "scheduler",
+                                                        "progress"}}
+           trainer/dataloader/rank_{rank}.pt            the data loader of each rank (fine-tuning)
+           orchestrator/progress.pt                     {"progress", "train_source"}
+xtuner     weights/                                     a folder of dcp, {"model", "optimizer"}
+           dataloader, lr_scheduler                     files of torch.save
+           train_state.json                             {"cur_step", "cur_epoch", ...}; written last
+
+Where a step has a policy and a critic (SkyRL), or a value model (NeMo-RL), they are two checkpoints.
+
+Sources, at the heads of August 2026: skyrl/train/trainer.py and
+skyrl/backends/skyrl_train/distributed/fsdp_strategy.py of github.com/NovaSky-AI/SkyRL; nemo_rl/utils/checkpoint.py and
+native_checkpoint.py of NVIDIA-NeMo/RL; src/prime_rl/trainer/ckpt.py and orchestrator/ckpt.py of
+PrimeIntellect-ai/prime-rl; xtuner/v1/train/trainer.py of InternLM/xtuner. None of them was run.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Sequence
+
+from ckpttool.errors import Unsupported
+from ckpttool.program import Advice, Half, Program, SeenFolder, StateFile, Unfinished
+from ckpttool.storage.overlay import parent_of
+from ckpttool.storage.source import Source, open_source
+
+from .dialect import DATA, Dialect, DirectoryPart
+from .filenames import numbered
+
+__all__ = ["NEMO_RL", "PRIME_RL", "SKYRL", "XTUNER", "is_model_of_skyrl"]
+
+_MODEL_OF_RANK = r"model_world_size_\d+_rank_0\.pt"
+
+
+def _resumes(name: str, same_ranks: bool = False) -> Callable[[Advice], str]:
+    """Return the function that says that a program resumes, at any world size or at the one that saved."""
+
+    def next_step(advice: Advice) -> str:
+        """Return one line on what resumes from the checkpoint, and the command for torch's own loader."""
+        where = f"at {advice.ranks}" if same_ranks else "at any world size"
+        return f"resumes in {name} {where}; for torch's own: {advice.convert('--to dcp -n RANKS')}"
+
+    return next_step
+
+
+def _rows(
+    name: str, title: str, what: str, state: str, rng: str, loader: str
+) -> dict[str, tuple[tuple[str, ...], ...]]:
+    """Return the rows of a program in the tables of the documents (docs/_hooks.py).
+
+    Args:
+        name: of the layout.
+        title: of the program.
+        what: of which files a checkpoint is made.
+        state: what it holds.
+        rng: whether the RNG state is read.
+        loader: whether the data loader is read.
+    """
+    read = "yes; the format of its files, the program itself was not run"
+    return {
+        "readme-trainers": ((f"{title} (**{name}**)", what, "yes", "yes", rng, loader),),
+        "layouts": ((f"**{name}**", f"{title}: {what}", "not written"),),
+        "directories": ((f"{title}: {what}", f"`{name}`", state),),
+        "resumed": ((title, read, "not written", "yes", "yes", rng, loader),),
+    }
+
+
+def is_model_of_skyrl(source: Source) -> bool:
+    """Return whether a folder is `policy` of a step, or a `critic` beside one."""
+    parent, name = parent_of(source)
+    if name not in ("policy", "critic") or not parent:
+        return False
+    with open_source(parent) as above:
+        return any(re.fullmatch(_MODEL_OF_RANK, n) for n in above.list("policy"))
+
+
+def _is_skyrl(source: Source) -> tuple[bool, str]:
+    """Return whether a folder is a step of SkyRL without a critic, or a model of one; and, as text, why or why not."""
+    names = source.list()
+    if any(re.fullmatch(_MODEL_OF_RANK, n) for n in names):
+        return is_model_of_skyrl(source), "has files of ranks, in a folder beside or called policy"
+    if "policy" not in names or not any(re.fullmatch(_MODEL_OF_RANK, n) for n in source.list("policy")):
+        return False, "no policy/model_world_size_<n>_rank_0.pt"
+    return "critic" not in names, "has policy/" + (" and critic/: two models" if "critic" in names else "")
+
+
+_BESIDE = {"data.pt": "dataloader", "trainer_state.pt": "trainer", "fully_async_state.pt": "extra"}
+
+
+def _beside_model_of_skyrl(source: Source) -> list[str]:
+    """List the files in the folder above that belong to a model of SkyRL."""
+    if not is_model_of_skyrl(source):
+        return []
+    with open_source(parent_of(source)[0]) as above:
+        return [n for n in _BESIDE if above.exists(n)]
+
+
+def _parts_of_skyrl(source: Source) -> list[DirectoryPart]:
+    """List the parts: the files of ranks, and those of the step."""
+    folder = "policy" if "policy" in source.list() else ""
+    beside = [n for n in _BESIDE if source.exists(n)] if folder else [f"../{n}" for n in _beside_model_of_skyrl(source)]
+    out = [DirectoryPart(folder, "fsdp1", "model", whole=True)]
+    for name in beside:
+        component = _BESIDE[name.removeprefix("../")]
+        under = ("fully_async_state",) if component == "extra" else ()
+        out.append(DirectoryPart(name, DATA, component, under))
+    return out
+
+
+SKYRL = Dialect(
+    name="skyrl",
+    title="SkyRL",
+    detect=_is_skyrl,
+    siblings=_beside_model_of_skyrl,
+    parts=_parts_of_skyrl,
+    own_keys=True,
+    program=Program(
+        rows=_rows(
+            "skyrl",
+            "SkyRL",
+            "`global_step_N` without a critic, or `policy`, `critic`: a file a rank, `data.pt`, `trainer_state.pt`",
+            "weights, optimizer, scheduler, RNG of every rank, the data loader, counters",
+            "yes",
+            "yes",
+        ),
+        next_step=_resumes("SkyRL", same_ranks=True),
+        halves=(
+            Half(
+                "policy|critic",
+                StateFile(r"data\.pt", "data loader", "dataloader"),
+                lambda above, names, name: re.fullmatch(r".*/global_step_\d+", above) is not None,
+            ),
+        ),
+        is_part=lambda name, beside: name in _BESIDE and "policy" in beside,
+    ),
+)
+
+
+def _is_nemo_rl(source: Source) -> tuple[bool, str]:
+    """Return whether a folder is a step of NeMo-RL with one model; and, as text, why or why not."""
+    names = source.list()
+    if "training_info.json" not in names or "policy" not in names or "weights" not in source.list("policy"):
+        return False, "no training_info.json beside policy/weights/"
+    several = "value" in names
+    return not several, "has training_info.json and policy/weights/" + (" and value/: two models" if several else "")
+
+
+def _parts_of_nemo_rl(source: Source) -> list[DirectoryPart]:
+    """List the parts: the model and its optimizer, the data loader and the counters.
+
+    Raises:
+        Unsupported: the weights are of a backend whose folders are not read.
+    """
+    inside = source.list("policy/weights")
+    if ".metadata" in inside:
+        out = [DirectoryPart("policy/weights", "dcp", "model")]
+        if source.exists("policy/optimizer/.metadata"):
+            out.append(DirectoryPart("policy/optimizer", "dcp", "optim"))
+    elif saves := [n for n, _ in numbered(inside, r"iter_(\d+)")]:
+        out = [DirectoryPart(f"policy/weights/{saves[-1]}", "megatron", "model", whole=True)]
+    else:
+        raise Unsupported(
+            f"{source.root}/policy/weights holds {', '.join(inside[:5]) or 'nothing'}: neither a folder of DCP (the "
+            "DTensor worker) nor iter_N of Megatron. NeMo-RL saves so with its Automodel worker; give "
+            "policy/weights/model as the path for the weights.",
+            code="CKPT0317",
+        )
+    if source.exists("train_dataloader.pt"):
+        out.append(DirectoryPart("train_dataloader.pt", DATA, "dataloader"))
+    return [*out, DirectoryPart("training_info.json", DATA, "trainer")]
+
+
+NEMO_RL = Dialect(
+    name="nemo_rl",
+    title="NeMo-RL",
+    detect=_is_nemo_rl,
+    parts=_parts_of_nemo_rl,
+    own_keys=True,
+    aliases=("nemo-rl",),
+    program=Program(
+        rows=_rows(
+            "nemo_rl",
+            "NeMo-RL",
+            "`step_N`: `policy/weights` and `policy/optimizer` (DCP, or Megatron inside), `train_dataloader.pt`",
+            "weights, optimizer, scheduler, data loader, counters",
+            "none saved",
+            "yes",
+        ),
+        next_step=_resumes("NeMo-RL"),
+        part_folders="policy|weights|optimizer",
+        step_word="step",
+    ),
+)
+
+
+def _trainer_of_prime_rl(source: Source) -> str | None:
+    """Return the folder of dcp of a step of prime-rl: "" for the folder itself, "trainer" for that in a step; None
+    where it is none."""
+    names = source.list()
+    if ".metadata" in names:
+        with_loader = any(numbered(source.list("dataloader"), r"rank_(\d+)\.pt")) if "dataloader" in names else False
+        return "" if with_loader and "extra_state" not in names else None
+    beside = {"orchestrator", "weight", "weights"} & {*names}
+    if "trainer" in names and ".metadata" in (inside := source.list("trainer")) and (beside or "dataloader" in inside):
+        return "trainer"
+    return None
+
+
+def _is_prime_rl(source: Source) -> tuple[bool, str]:
+    """Return whether a folder is a step of prime-rl, or its trainer/; and, as text, why or why not."""
+    folder = _trainer_of_prime_rl(source)
+    if folder is None:
+        return False, "no .metadata beside dataloader/rank_0.pt, no trainer/.metadata beside orchestrator/"
+    return True, "has .metadata beside dataloader/" if not folder else "has trainer/.metadata"
+
+
+def _parts_of_prime_rl(source: Source) -> list[DirectoryPart]:
+    """List the parts: the folder of dcp, the data loader of each rank, and the orchestrator's progress."""
+    folder = _trainer_of_prime_rl(source) or ""
+    loaders = f"{folder}/dataloader".lstrip("/")
+    out = [DirectoryPart(folder, "dcp", "model", whole=True)]
+    out += [
+        DirectoryPart(f"{loaders}/{n}", DATA, "dataloader", (str(rank),))
+        for n, rank in numbered(source.list(loaders) if source.glance(loaders)[0] else (), r"rank_(\d{1,6})\.pt")
+    ]
+    if source.exists("orchestrator/progress.pt"):
+        out.append(DirectoryPart("orchestrator/progress.pt", DATA, "extra", ("orchestrator",)))
+    return out
+
+
+PRIME_RL = Dialect(
+    name="prime_rl",
+    title="prime-rl",
+    detect=_is_prime_rl,
+    parts=_parts_of_prime_rl,
+    own_keys=True,
+    aliases=("prime-rl",),
+    program=Program(
+        rows=_rows(
+            "prime_rl",
+            "prime-rl",
+            "`step_N`, or `trainer` in it: DCP with `dataloader/rank_R.pt`, and `orchestrator/progress.pt`",
+            "weights, optimizer, scheduler, progress, data loader of every rank",
+            "none saved",
+            "of every rank",
+        ),
+        next_step=_resumes("prime-rl"),
+        part_folders="trainer|dataloader|orchestrator",
+        step_word="step",
+    ),
+)
+
+
+def _is_xtuner(source: Source) -> tuple[bool, str]:
+    """Return whether a folder is a checkpoint of xtuner v1; and, as text, why or why not."""
+    names = source.list()
+    if "weights" not in names or ".metadata" not in source.list("weights"):
+        return False, "no weights/.metadata"
+    found = next((n for n in ("train_state.json", "lr_scheduler") if n in names), None)
+    return found is not None, f"has weights/.metadata, and {found or 'neither train_state.json nor lr_scheduler'}"
+
+
+def _parts_of_xtuner(source: Source) -> list[DirectoryPart]:
+    """List the parts: the folder of dcp, and the files beside it."""
+    files = {"lr_scheduler": "scheduler", "dataloader": "dataloader", "train_state.json": "trainer"}
+    return [
+        DirectoryPart("weights", "dcp", "model", whole=True),
+        *(DirectoryPart(n, DATA, component) for n, component in files.items() if source.exists(n)),
+    ]
+
+
+def _unfinished_xtuner(folder: SeenFolder) -> Unfinished | None:
+    """Return what shows that a save did not end: no train_state.json, or weights that are still being written. None
+    where nothing does."""
+    if "weights.incomplete" in folder.names and "train_state.json" in folder.names:
+        return Unfinished("weights.incomplete/, whose save had not ended")
+    if folder.layout == XTUNER.name and "train_state.json" not in folder.names:
+        return Unfinished("no train_state.json, which xtuner writes last")
+    return None
+
+
+def _notes_of_xtuner(source: Source) -> Sequence[str]:
+    """Return a note that the save had not ended; empty where it had."""
+    if source.exists("train_state.json"):
+        return ()
+    return ("no train_state.json, which xtuner writes last: the save had not ended, and no job resumes from it",)
+
+
+XTUNER = Dialect(
+    name="xtuner",
+    title="xtuner v1",
+    detect=_is_xtuner,
+    parts=_parts_of_xtuner,
+    notes=_notes_of_xtuner,
+    program=Program(
+        rows=_rows(
+            "xtuner",
+            "xtuner v1",
+            "`weights/` (DCP), `dataloader`, `lr_scheduler`, `train_state.json`",
+            "weights, optimizer, scheduler, data loader, counters",
+            "none saved",
+            "yes",
+        ),
+        next_step=_resumes("xtuner"),
+        halves=(Half("weights", belongs=lambda above, names, name: "train_state.json" in names),),
+        part_folders="weights",
+        unfinished=_unfinished_xtuner,
+    ),
+)
