@@ -83,7 +83,10 @@ def detect(where: Place) -> tuple[bool, str]:
 
 
 def _is_foreign(source: Source, name: str) -> bool:
-    """Return whether a safetensors file is a part of vLLM's sharded_state, or of an archive that was unpacked."""
+    """Return whether a safetensors file is a part of vLLM's sharded_state, or of an archive that was unpacked, or the
+    state of a job by its name."""
+    if name in ("optimizer_state.safetensors", "rng_state.safetensors"):
+        return True
     if not name.startswith(("model-rank-", "tensors-")):
         return False
     beside = ("MANIFEST.json",) if name.startswith("tensors-") and source.exists("MANIFEST.json") else ()

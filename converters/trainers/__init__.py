@@ -46,6 +46,7 @@ llamafactory LLaMA-Factory v1's checkpoint-{step}/: trainers/llamafactory.py
 olmo         OLMo-core's step folders: trainers/olmo.py
 veomni       VeOmni's global_step_{n}/: trainers/veomni.py
 skyrl, nemo_rl, prime_rl, xtuner    a model in one folder and files beside it: trainers/reinforcement.py
+diffusers, lerobot, fairseq2         trainers/accelerated.py
 script       model.pt and optimizer.pt of a training script: trainers/scripts.py
 
 Sources: accelerate/checkpointing.py, accelerate/utils/constants.py, accelerate/utils/fsdp_utils.py of 1.15;
@@ -71,6 +72,7 @@ from .. import dcp
 from ..deepspeed import zero
 from ..deepspeed.files import SAVES
 from ..options import DirectoryOptions, MeshOptions
+from .accelerated import DIFFUSERS, FAIRSEQ2, LEROBOT
 from .automodel import AUTOMODEL, TRANSFORMERS
 from .dialect import DATA, DEEPSPEED, LEFT_OVER, TREE, Dialect, DirectoryPart, of_one_model
 from .filenames import (
@@ -320,6 +322,8 @@ def _unfinished_of_trainer(folder: SeenFolder) -> Unfinished | None:
     """Return what shows that a save did not end: a checkpoint-N has state of a trainer and no trainer_state.json. None
     where nothing does."""
     if not re.fullmatch(_CHECKPOINT, folder.name) or "trainer_state.json" in folder.names:
+        return None
+    if any(numbered(folder.names, RANDOM_STATES)):  # Accelerate's, of diffusers
         return None
     if folder.layout == LLAMA_FACTORY.name or LLAMA_FACTORY.program.unfinished(folder):  # its folders are named so, too
         return None
@@ -695,6 +699,9 @@ LAYOUTS = (
             NEMO_RL,
             PRIME_RL,
             XTUNER,
+            DIFFUSERS,
+            LEROBOT,
+            FAIRSEQ2,
             SCRIPT,
         )
     ),

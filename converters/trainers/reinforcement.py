@@ -4,7 +4,7 @@ skyrl      global_step_{n}/policy/, critic/             files of ranks with verl
            global_step_{n}/data.pt, trainer_state.pt    the data loader; {"global_step", "config"}
            fully_async_state.pt                         the state of a fully asynchronous trainer
 nemo_rl    step_{n}/policy/weights/, policy/optimizer/  folders of dcp, {"model"} and {"optim": {"optim", "sched"}};
-                                                        with Megatron inside, weights/iter_{m}/ is both
+                                                        those of Megatron and Automodel are refused by name
            train_dataloader.pt, training_info.json      the data loader; counters, written first, in tmp_step_{n}/
 prime_rl   step_{n}/trainer/                            a folder of dcp, {"app": {"model", "optimizers", "scheduler",
                                                         "progress"}}
@@ -15,6 +15,9 @@ xtuner     weights/                                     a folder of dcp, {"model
            train_state.json                             {"cur_step", "cur_epoch", ...}; written last
 
 Where a step has a policy and a critic (SkyRL), or a value model (NeMo-RL), they are two checkpoints.
+
+slime and miles save what Megatron-Core does, and beside iter_{n}/ the data source, in
+rollout/global_dataset_state_dict_{n}.pt, which is listed as not read.
 
 Sources, at the heads of August 2026: skyrl/train/trainer.py and
 skyrl/backends/skyrl_train/distributed/fsdp_strategy.py of github.com/NovaSky-AI/SkyRL; nemo_rl/utils/checkpoint.py and
@@ -138,8 +141,12 @@ SKYRL = Dialect(
                 StateFile(r"data\.pt", "data loader", "dataloader"),
                 lambda above, names, name: re.fullmatch(r".*/global_step_\d+", above) is not None,
             ),
+            Half(r"iter_\d+", StateFile(r"rollout/", "data source of slime or miles", "dataloader")),
         ),
-        is_part=lambda name, beside: name in _BESIDE and "policy" in beside,
+        is_part=lambda name, beside: (
+            (name in _BESIDE and "policy" in beside)
+            or (name == "rollout" and any(n.startswith("iter_") for n in beside))  # slime's and miles' data source
+        ),
     ),
 )
 
@@ -164,13 +171,11 @@ def _parts_of_nemo_rl(source: Source) -> list[DirectoryPart]:
         out = [DirectoryPart("policy/weights", "dcp", "model")]
         if source.exists("policy/optimizer/.metadata"):
             out.append(DirectoryPart("policy/optimizer", "dcp", "optim"))
-    elif saves := [n for n, _ in numbered(inside, r"iter_(\d+)")]:
-        out = [DirectoryPart(f"policy/weights/{saves[-1]}", "megatron", "model", whole=True)]
     else:
         raise Unsupported(
-            f"{source.root}/policy/weights holds {', '.join(inside[:5]) or 'nothing'}: neither a folder of DCP (the "
-            "DTensor worker) nor iter_N of Megatron. NeMo-RL saves so with its Automodel worker; give "
-            "policy/weights/model as the path for the weights.",
+            f"{source.root}/policy/weights holds {', '.join(inside[:5]) or 'nothing'}, and no .metadata: NeMo-RL saves "
+            "so with Megatron (iter_N) or with its Automodel worker (model). Give that folder as the path; the data "
+            "loader and the counters of the step are not part of it.",
             code="CKPT0317",
         )
     if source.exists("train_dataloader.pt"):
@@ -189,7 +194,7 @@ NEMO_RL = Dialect(
         rows=_rows(
             "nemo_rl",
             "NeMo-RL",
-            "`step_N`: `policy/weights` and `policy/optimizer` (DCP, or Megatron inside), `train_dataloader.pt`",
+            "`step_N`: `policy/weights` and `policy/optimizer` (DCP), `train_dataloader.pt`",
             "weights, optimizer, scheduler, data loader, counters",
             "none saved",
             "yes",

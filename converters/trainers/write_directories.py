@@ -588,8 +588,7 @@ def write_torchtune(ckpt: Checkpoint, source: Source, options: WriteOptions) -> 
     if not any(".sa_norm." in n for n in names):
         raise Unsupported(
             f'The weights do not have torchtune\'s names (first "{names[0] if names else "none"}"), which a recipe '
-            f"asks for. {argument('map', 'torchtune-llama3')} gives them to a Llama, and {argument('map', 'FILE')} to other "
-            "models.",
+            f"asks for. {argument('map', 'torchtune-llama3')} gives them to a Llama, and a map of your own to others.",
             code="CKPT0316",
         )
     run = ckpt.value("trainer.epochs_run")

@@ -129,7 +129,7 @@ def test_what_is_not_read_is_refused_by_name(tmp_path: Path) -> None:
     source = nemo_rl(tmp_path / "step_3")
     shutil.rmtree(source / "policy" / "weights")
     (source / "policy" / "weights" / "model").mkdir(parents=True)
-    with pytest.raises(Unsupported, match=r"policy/weights holds model: .*Automodel worker"):
+    with pytest.raises(Unsupported, match=r"policy/weights holds model, and no .metadata: .*Automodel worker"):
         ckpttool.open(source)
 
 

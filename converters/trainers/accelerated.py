@@ -1,0 +1,226 @@
+"""Programs with folders of their own for parts of one state: diffusers' scripts, lerobot, fairseq2.
+
+diffusers  checkpoint-{step}/unet/, transformer/, ...           what save_pretrained of the model writes
+           unet_ema/                                            the average, extra.unet_ema
+           optimizer.bin, scheduler.bin, random_states_{r}.pkl  as Accelerate writes them
+lerobot    {step}/pretrained_model/                             model.safetensors, or pytorch_model_fsdp_0/ (dcp)
+           {step}/training_state/optimizer_0/                   dcp, of a sharded job
+           optimizer_state.safetensors, optimizer_param_groups.json    otherwise: "state/{number}/{slot}", not read
+           scheduler_state.json, rng_state.safetensors, training_step.json
+fairseq2   step_{n}/model/pp_{p}/tp_{t}/sdp_{s}.pt              a state dict, the shard of a rank
+           optimizer/pp_{p}/tp_{t}/sdp_{s}.pt, trainer/rank_{r}.pt, data_reader/dp_{d}.pt
+
+diffusers and lerobot without FSDP number the parameters of the optimizer; where nothing tells their order, it is listed
+as not read. Of fairseq2 a model in one file is read, and shards are refused: they do not say how they are cut.
+
+Sources: diffusers' examples/ of 0.36; src/lerobot/common/train_utils.py of github.com/huggingface/lerobot and
+src/fairseq2/checkpoint/manager.py of facebookresearch/fairseq2, August 2026. None of them was run.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+
+from ckpttool.errors import Unsupported
+from ckpttool.program import Advice, Program, StateFile
+from ckpttool.storage.source import Source
+
+from .dialect import DATA, Dialect, DirectoryPart
+from .filenames import RANDOM_STATES, numbered, optimizers_in, rest_in
+
+__all__ = ["DIFFUSERS", "FAIRSEQ2", "LEROBOT"]
+
+_IMAGE_MODEL = r"diffusion_pytorch_model.*\.safetensors"
+_MODEL, _STATE = "pretrained_model", "training_state"
+
+
+def _next_step(name: str) -> Callable[[Advice], str]:
+    """Return the function that says where a program's checkpoint resumes."""
+
+    def say(advice: Advice) -> str:
+        """Return one line with the command for torch's own loader."""
+        return f"resumes in {name} as it was saved; for torch's own: {advice.convert('--to dcp -n RANKS')}"
+
+    return say
+
+
+def _rows(name: str, title: str, what: str, optimizer: str, loader: str) -> dict[str, tuple[tuple[str, ...], ...]]:
+    """Return the rows of a program in the tables of the documents (docs/_hooks.py).
+
+    Args:
+        name: of the layout.
+        title: of the program.
+        what: of which files a checkpoint is made.
+        optimizer: of which jobs the optimizer is read.
+        loader: whether the data loader is read.
+    """
+    read = "yes; the format of its files, the program itself was not run"
+    return {
+        "readme-trainers": ((f"{title} (**{name}**)", what, optimizer, "yes", "yes", loader),),
+        "layouts": ((f"**{name}**", f"{title}: {what}", "not written"),),
+        "directories": ((f"{title}: {what}", f"`{name}`", "weights, and what is beside them"),),
+        "resumed": ((title, read, "not written", optimizer, "yes", "yes", loader),),
+    }
+
+
+def _image_models(source: Source) -> list[str]:
+    """List the folders of models that diffusers saved, the model before its average."""
+    found = [
+        n for n in source.list() if source.glance(n)[0] and any(re.fullmatch(_IMAGE_MODEL, x) for x in source.list(n))
+    ]
+    return sorted(found, key=lambda n: (n.endswith("_ema"), n))
+
+
+def _is_diffusers(source: Source) -> tuple[bool, str]:
+    """Return whether a folder has one model of diffusers beside the states of Accelerate; and, as text, why or why
+    not."""
+    names = source.list()
+    if not any(numbered(names, RANDOM_STATES)):
+        return False, "no random_states_0.pkl"
+    models = [n for n in _image_models(source) if not n.endswith("_ema")]
+    if len(models) != 1:
+        return False, f"{len(models)} folders with diffusion_pytorch_model.safetensors"
+    return True, f"has {models[0]}/ and random_states_0.pkl"
+
+
+def _parts_of_diffusers(source: Source) -> list[DirectoryPart]:
+    """List the parts: the model, its average, and what Accelerate writes."""
+    names = source.list()
+    model, *averages = _image_models(source)
+    out = [DirectoryPart(model, "hf", "model")]
+    out += [DirectoryPart(n, "hf", "extra", (n,)) for n in averages]
+    out += [DirectoryPart(p.name, p.layout, "optim", optional=True) for p in optimizers_in(names)]
+    return [*out, *rest_in(names, RANDOM_STATES)]
+
+
+DIFFUSERS = Dialect(
+    name="diffusers",
+    title="diffusers",
+    detect=_is_diffusers,
+    parts=_parts_of_diffusers,
+    world_size=lambda source: max((i + 1 for _, i in numbered(source.list(), RANDOM_STATES)), default=None),
+    program=Program(
+        rows=_rows(
+            "diffusers",
+            "diffusers",
+            "`checkpoint-N` of its scripts: the model and its average in folders, states of Accelerate",
+            "where its order is known",
+            "none saved",
+        ),
+        next_step=_next_step("diffusers"),
+        step_word="checkpoint",
+        saves_every_rng=True,
+    ),
+)
+
+
+def _is_lerobot(source: Source) -> tuple[bool, str]:
+    """Return whether a folder has pretrained_model/ with weights and training_state/; and, as text, why or why not."""
+    names = source.list()
+    if _MODEL not in names or _STATE not in names:
+        return False, f"no {_MODEL}/ and {_STATE}/"
+    found = "training_step.json" in source.list(_STATE) and _weights_of_lerobot(source) is not None
+    return found, f"has {_MODEL}/ and {_STATE}/" + ("" if found else ", but no weights or no training_step.json")
+
+
+def _weights_of_lerobot(source: Source) -> DirectoryPart | None:
+    """Return the part with the weights; None where there are none."""
+    names = source.list(_MODEL)
+    if "pytorch_model_fsdp_0" in names:
+        return DirectoryPart(f"{_MODEL}/pytorch_model_fsdp_0", "dcp", "model")
+    name = next((n for n in ("model.safetensors", "adapter_model.safetensors") if n in names), None)
+    return DirectoryPart(f"{_MODEL}/{name}", "hf", "model") if name else None
+
+
+def _parts_of_lerobot(source: Source) -> list[DirectoryPart]:
+    """List the parts: weights, optimizer, and the state of the job."""
+    weights, names = _weights_of_lerobot(source), source.list(_STATE)
+    out = [weights] if weights is not None else []
+    if "optimizer_0" in names:
+        out.append(DirectoryPart(f"{_STATE}/optimizer_0", "dcp", "optim"))
+    files = {"scheduler_state.json": "scheduler", "training_step.json": "trainer"}
+    return [*out, *(DirectoryPart(f"{_STATE}/{n}", DATA, component) for n, component in files.items() if n in names)]
+
+
+LEROBOT = Dialect(
+    name="lerobot",
+    title="lerobot",
+    detect=_is_lerobot,
+    parts=_parts_of_lerobot,
+    program=Program(
+        rows=_rows(
+            "lerobot",
+            "lerobot",
+            "a step's `pretrained_model` and `training_state`",
+            "of sharded jobs",
+            "none saved",
+        ),
+        next_step=_next_step("lerobot"),
+        state_files=(
+            StateFile(r"optimizer_state\.safetensors", "optimizer with numbers", "optim"),
+            StateFile(r"rng_state\.safetensors", "RNG", "rng"),
+        ),
+        part_folders=f"{_MODEL}|{_STATE}",
+        is_part=lambda name, beside: name == _STATE and _MODEL in beside,
+        step_word="",
+    ),
+)
+
+_SHARD = "pp_00/tp_00/sdp_00.pt"
+
+
+def _is_fairseq2(source: Source) -> tuple[bool, str]:
+    """Return whether a folder is a step of fairseq2; and, as text, why or why not."""
+    if "model" not in source.list() or not source.exists(f"model/{_SHARD}"):
+        return False, f"no model/{_SHARD}"
+    return True, f"has model/{_SHARD}"
+
+
+def _parts_of_fairseq2(source: Source) -> list[DirectoryPart]:
+    """List the parts: weights, optimizer, and what each rank saved.
+
+    Raises:
+        Unsupported: the model is in shards.
+    """
+    names = source.list()
+    for at, pattern in (("model", r"pp_(\d+)"), ("model/pp_00", r"tp_(\d+)"), ("model/pp_00/tp_00", r"sdp_(\d+)\.pt")):
+        if len(found := list(numbered(source.list(at), pattern))) > 1:
+            raise Unsupported(
+                f"{source.root}/{at} holds {len(found)} shards, {found[0][0]} to {found[-1][0]}. They do not say how "
+                "fairseq2 cut the weights, so ckpttool does not join them; save_as_hugging_face of the recipe writes "
+                "them whole.",
+                code="CKPT0319",
+            )
+    out = [DirectoryPart(f"model/{_SHARD}", "full", "model")]
+    if source.exists(f"optimizer/{_SHARD}"):
+        out.append(DirectoryPart(f"optimizer/{_SHARD}", "full", "optim", optional=True))
+    for folder, component, pattern in (
+        ("trainer", "trainer", r"rank_(\d+)\.pt"),
+        ("data_reader", "dataloader", r"dp_(\d+)\.pt"),
+    ):
+        for name, rank in numbered(source.list(folder), pattern) if folder in names else ():
+            own = (str(rank),) if component == "dataloader" else ()
+            out.append(DirectoryPart(f"{folder}/{name}", DATA, component, own, rank="" if own else str(rank)))
+    return out
+
+
+FAIRSEQ2 = Dialect(
+    name="fairseq2",
+    title="fairseq2",
+    detect=_is_fairseq2,
+    parts=_parts_of_fairseq2,
+    program=Program(
+        rows=_rows(
+            "fairseq2",
+            "fairseq2",
+            "`step_N` of a model in one file; shards are refused",
+            "where its order is known",
+            "yes",
+        ),
+        next_step=_next_step("fairseq2"),
+        part_folders="model|optimizer|trainer|data_reader",
+        is_part=lambda name, beside: name in ("data_reader", "trainer", "optimizer") and "model" in beside,
+        step_word="step",
+    ),
+)
