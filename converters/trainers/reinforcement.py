@@ -33,7 +33,8 @@ from collections.abc import Callable, Sequence
 from ckpttool.errors import Unsupported
 from ckpttool.program import Advice, Half, Program, SeenFolder, StateFile, Unfinished
 from ckpttool.storage.overlay import parent_of
-from ckpttool.storage.source import Source, open_source
+from ckpttool.storage.source import Source
+from ckpttool.storage.sources import open_source
 
 from .dialect import DATA, Dialect, DirectoryPart
 from .filenames import numbered
