@@ -125,6 +125,8 @@ def test_every_layout_says_which_arguments_it_uses() -> None:
         "trainer",
         "lightning",
         "torchtitan",
+        "torchtune",
+        "llamafactory",
         "megatron",
         "torch_checkpointing",
     }

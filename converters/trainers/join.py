@@ -61,7 +61,11 @@ def state_dict_type(ckpt: Checkpoint, options: WriteOptions) -> str:
 
 
 def state_drafts(
-    ckpt: Checkpoint, source: Source, options: WriteOptions, names: tuple[str, str], kind: str, at_root: bool = False
+    ckpt: Checkpoint,
+    source: Source,
+    options: WriteOptions,
+    names: Mapping[str, tuple[str, str]],
+    at_root: bool = False,
 ) -> list[tuple[str, Draft]]:
     """Return (folder with "/", or "", draft) of the model and of the optimizer, as far as there are any.
 
@@ -71,14 +75,14 @@ def state_drafts(
         ckpt: what is written.
         source: where its bytes are.
         options: those of the conversion.
-        names: of the model and of the optimizer: folders of dcp, or files.
-        kind: the state dict type.
+        names: {state dict type: (name of the model, name of the optimizer)}: of folders of dcp, or of files.
         at_root: a folder of dcp holds the state dict itself; otherwise it is below the key "model" or "optimizer".
 
     Raises:
         Unsupported: the type is ddp, whose optimizer numbers its parameters, and their order is not known; or ddp of an
             adapter.
     """
+    kind = state_dict_type(ckpt, options) if "ddp" in names else "sharded"
     sharded = kind == "sharded"
     adapter = next(
         (n for t in ckpt.tensors.values() if t.path[0] == "model" and live_name(n := str(t.path[1])) != n), None
@@ -92,7 +96,7 @@ def state_drafts(
         )
     numbers = numbered_parameters(ckpt, options) if kind == "ddp" else {}
     out = []
-    for component, key, name in zip(("model", "optim"), ("model", "optimizer"), names, strict=True):
+    for component, key, name in zip(("model", "optim"), ("model", "optimizer"), names[kind], strict=True):
         part = ckpt.only([component])
         if not part.tensors and not part.values:
             continue

@@ -181,7 +181,7 @@ def _draft_directory(
             code="CKPT0317",
         )
     kind = state_dict_type(ckpt, options)
-    parts = state_drafts(ckpt, source, options, _NAMES_OF[name][kind], kind, at_root=name == "llamafactory")
+    parts = state_drafts(ckpt, source, options, _NAMES_OF[name], at_root=name == "llamafactory")
     rest, kept = left_over(ckpt, placed)
     parts.append(("", data_files(ckpt, [*rest, *small], options)))
     out = joined_drafts(name, ckpt, parts, options, world)
