@@ -554,7 +554,12 @@ def test_every_command_of_the_guide_to_meshes_prints_what_it_shows(desk: Path, m
     monkeypatch.chdir(desk)
     shutil.copytree(FIXTURES / "fsdp2_w3_moe" / "ckpt", desk / "mixtral")
     part = {"samples_yielded": 12, "sampler_state": {"yielded": 12}}
-    loader = {"_sampler_iter_state": part, "_sampler_iter_yielded": 3, "dataset_state": None, "_iterator_finished": False}
+    loader = {
+        "_sampler_iter_state": part,
+        "_sampler_iter_yielded": 3,
+        "dataset_state": None,
+        "_iterator_finished": False,
+    }
     torch.save({"model": {"w": torch.zeros(4)}, "dataloader": {"rank_0": loader, "rank_1": loader}}, desk / "job.pt")
     page = PAGES["how-to/meshes.md"]
     (plan,) = re.findall(r"<<END\n(.*?)^END$", page, re.MULTILINE | re.DOTALL)
