@@ -4,7 +4,8 @@ transformers v5 keeps some models under other names than the Hub does: experts o
 parameter, prefixes moved. `relate` asks transformers in a child process (so that torch is never imported here): the
 model is built on the meta device, its own `revert_weight_conversion` runs on meta tensors, and every result is a view
 whose storage, offset and strides say which part of which parameter it is. The same table read backwards puts Hub
-tensors together again.
+tensors together again. What transformers joins or permutes on the way to the Hub (fused q, k and v; experts whose gate
+and up rows alternate) is no view of one parameter: traced_views.py tells what it consists of.
 
 Most architectures need none of that; those in PLAIN are known to have equal names, which a test proves with
 transformers, and cost nothing.
@@ -16,6 +17,7 @@ them on the meta device, and reports what it misses, does not expect, or finds i
 from __future__ import annotations
 
 import json
+import os
 import re
 import sys
 from collections.abc import Mapping
@@ -25,6 +27,7 @@ from typing import Any, NamedTuple
 from ..errors import Corrupt, Unsafe, Unsupported
 from ..extras import require_packages
 from ..formats.sandbox import run_in_child
+from ..index.axes import Link, Run
 from ..progress import log_step, report_progress
 from . import Config
 
@@ -87,11 +90,13 @@ class LoadVerdict(NamedTuple):
 
 
 class Relation(NamedTuple):
-    """`views` {Hub name: part of a parameter in memory}; `shapes` {parameter: shape}; `tied` {dropped: kept};
-    `together` {Hub name: first one in the same storage when transformers saves}, which its shards do not separate;
-    `verdict` and `linear`, the parameters that transformers would quantise, where they were asked for."""
+    """`views` {Hub name: part of a parameter in memory}; `joined` {Hub name that is no such part: [(parameter, how
+    elements of the Hub's tensor, the part, stand in the parameter, the whole)]}; `shapes` {parameter: shape}; `tied`
+    {dropped: kept}; `together` {Hub name: first one in the same storage when transformers saves}, which its shards do
+    not separate; `verdict` and `linear`, the parameters that transformers would quantise, where they were asked for."""
 
     views: dict[str, View]
+    joined: dict[str, list[tuple[str, Link]]]
     shapes: dict[str, tuple[int, ...]]
     tied: dict[str, str]
     together: dict[str, str]
@@ -100,7 +105,11 @@ class Relation(NamedTuple):
 
 
 def relate(
-    config: dict[str, Any], tensors: dict[str, tuple[int, ...]] | None, judge: bool = False, linear: bool = False
+    config: dict[str, Any],
+    tensors: dict[str, tuple[int, ...]] | None,
+    judge: bool = False,
+    linear: bool = False,
+    load: bool = False,
 ) -> Relation:
     """Find out how the parameters of a model stand on the Hub.
 
@@ -109,6 +118,8 @@ def relate(
         tensors: {name in memory: shape}; None takes the model's own list.
         judge: find out, too, whether the model of `config` loads them.
         linear: list, too, the parameters that transformers would quantise.
+        load: `tensors` are {name in files: shape}, perhaps names of an older transformers or of another class of the
+            model; return, as `joined`, what `from_pretrained` makes of them: empty where it would miss a weight.
 
     Raises:
         MissingPackage: transformers is not installed.
@@ -124,7 +135,8 @@ def relate(
         raise Unsupported(
             f"config.json describes {layers:,} layers{weights}; it is that of another model.", code="CKPT0311"
         )
-    question = json.dumps({"config": config, "tensors": tensors, "judge": judge, "linear": linear}).encode()
+    asked = {"config": config, "tensors": tensors, "judge": judge, "linear": linear, "load": load}
+    question = json.dumps(asked).encode()
     try:
         answer = json.loads(_ask_child(question))
     except (Corrupt, Unsafe) as e:
@@ -135,7 +147,14 @@ def relate(
     views = {k: View(of, tuple(s), o, tuple(st)) for k, (of, s, o, st) in answer["views"].items()}
     verdict = None if answer["verdict"] is None else LoadVerdict(**answer["verdict"])
     shapes = {k: tuple(v) for k, v in answer["shapes"].items()}
-    return Relation(views, shapes, answer["tied"], answer["together"], verdict, tuple(answer["linear"]))
+    joined = {name: [(of, _read_link(link)) for of, link in found] for name, found in answer["joined"].items()}
+    return Relation(views, joined, shapes, answer["tied"], answer["together"], verdict, tuple(answer["linear"]))
+
+
+def _read_link(link: list[Any]) -> Link:
+    """Read a link from the fields of one in JSON."""
+    runs, *shapes = link
+    return Link(tuple(Run(*r) for r in runs), *map(tuple, shapes))
 
 
 class Piece(NamedTuple):
@@ -215,7 +234,7 @@ def meta_model(config_dict: dict[str, Any]) -> Any:
     # code beside the weights is never imported, kernels and quantizers are never fetched: names do not depend on them
     for key in ("auto_map", "attn_implementation", "_attn_implementation", "quantization_config"):
         config_dict.pop(key, None)
-    config = transformers.AutoConfig.for_model(**config_dict)
+    config = transformers.AutoConfig.for_model(**json.loads(json.dumps(config_dict), object_hook=_read_float))
     cls = next(
         (getattr(transformers, a) for a in config_dict.get("architectures") or () if hasattr(transformers, a)), None
     )
@@ -229,21 +248,32 @@ def meta_model(config_dict: dict[str, Any]) -> Any:
     return model
 
 
+def _read_float(found: dict[str, Any]) -> Any:
+    """Return the number that an object of config.json is, which transformers writes for Infinity and NaN; any other
+    object as it is."""
+    return float(found["__float__"]) if found.keys() == {"__float__"} else found
+
+
 def _answer(_: str) -> bytes:
     """Answer, in the child process, the question on stdin: a JSON object of the fields of Relation. The argument is not
     used.
 
     Raises:
-        ValueError: a tensor of the Hub is computed and no part of one parameter.
+        ValueError: a tensor of the Hub is computed and not made of parts of parameters.
     """
     import torch
     from transformers.core_model_loading import revert_weight_conversion
+
+    from .traced_views import make_trace
 
     question = json.loads(sys.stdin.buffer.read())
     model = meta_model(question["config"])
     own = {k: tuple(v.shape) for k, v in model.state_dict().items()}
     shapes = {k: tuple(v) for k, v in (question["tensors"] or own).items()}
     state = {k: torch.empty(s, device="meta") for k, s in shapes.items()}
+    if question["load"]:
+        answer = {"views": {}, "joined": _trace_load(model, state), "shapes": own, "tied": {}, "together": {}}
+        return json.dumps({**answer, "verdict": None, "linear": ()}).encode()
     by_storage = {v.untyped_storage()._cdata: k for k, v in state.items()}
     try:
         verdict = _judge(model, state) if question["judge"] else None
@@ -255,17 +285,25 @@ def _answer(_: str) -> bytes:
     # the conversion makes its pieces contiguous for the writer; here they must stay views, so that they can be told
     torch.Tensor.contiguous = lambda self, **_: self  # type: ignore[method-assign]
     views: dict[str, Any] = {}
-    for name, t in revert_weight_conversion(model, dict(state)).items():
+    joined: dict[str, Any] = {}
+    with make_trace(state) as trace:
+        reverted = revert_weight_conversion(model, dict(state))
+    for name, t in reverted.items():
         of = by_storage.get(t.untyped_storage()._cdata)
-        if of is None:
-            raise ValueError(f"{name} is computed, not a part of one parameter")
-        views[name] = (of, tuple(t.shape), t.storage_offset(), t.stride())
+        if of is not None:
+            views[name] = (of, tuple(t.shape), t.storage_offset(), t.stride())
+        elif (parts := trace.parts_of(t)) is not None:
+            shape = tuple(t.shape)
+            joined[name] = [(p.of, (p.runs, shape, shapes[p.of], p.at, p.start)) for p in parts]
+        else:
+            raise ValueError(f"{name} is computed, and not made of parts of parameters")
     tied = getattr(model, "all_tied_weights_keys", None) or {}
     if not isinstance(tied, dict):
         tied = {}
     return json.dumps(
         {
             "views": views,
+            "joined": joined,
             "shapes": shapes,
             "tied": dict(tied),
             "together": together,
@@ -273,6 +311,27 @@ def _answer(_: str) -> bytes:
             "linear": _list_linear(model) if question["linear"] else (),
         }
     ).encode()
+
+
+def _trace_load(model: Any, state: dict[str, Any]) -> dict[str, Any]:
+    """Return, in the child process, what `from_pretrained` makes of files, as `joined` of a Relation in JSON; {} where
+    it would miss a weight. `state` is {name in the files: meta tensor}."""
+    from transformers.utils import logging
+
+    from .traced_views import make_trace
+
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    os.environ["HF_DEACTIVATE_ASYNC_LOAD"] = "1"  # a trace sees its own thread only
+    options = {"device_map": "meta", "output_loading_info": True, "ignore_mismatched_sizes": True}
+    with make_trace(state) as trace:
+        loaded, info = type(model).from_pretrained(None, config=model.config, state_dict=dict(state), **options)
+    joined: dict[str, Any] = {}
+    for name, t in loaded.state_dict().items() if not info["missing_keys"] and not info["mismatched_keys"] else ():
+        for p in trace.parts_of(t) or ():
+            link = [r.swapped() for r in p.runs], tuple(state[p.of].shape), tuple(t.shape), p.start, p.at
+            joined.setdefault(p.of, []).append((name, link))
+    return joined
 
 
 def _list_linear(model: Any) -> list[str]:

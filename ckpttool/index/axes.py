@@ -21,7 +21,7 @@ from ..errors import UsageError
 from . import boxes
 from .checkpoint import ITEMSIZE, Chunk, Chunks, TensorEntry
 
-__all__ = ["PAD", "Axes", "AxesError", "Compressed", "Link", "UnknownSize", "link_part", "place_chunks"]
+__all__ = ["PAD", "Axes", "AxesError", "Compressed", "Link", "Run", "UnknownSize", "link_part", "place_chunks"]
 
 #: The term of a sum that is padding: rows that no part holds.
 PAD = "_"
@@ -237,7 +237,7 @@ def _describe_dim(d: Dim, sizes: Mapping[str, int]) -> str:
 # --------------------------------------------------------------------------------------------------------------- links
 
 
-class _Run(NamedTuple):
+class Run(NamedTuple):
     """An axis of `size` indices, and how many elements one index moves along a dimension of either tensor."""
 
     size: int
@@ -246,19 +246,21 @@ class _Run(NamedTuple):
     other_dim: int
     other_step: int
 
-    def swapped(self) -> _Run:
+    def swapped(self) -> Run:
         """Return the same run of indices as seen from the other of the two tensors."""
-        return _Run(self.size, self.other_dim, self.other_step, self.dim, self.step)
+        return Run(self.size, self.other_dim, self.other_step, self.dim, self.step)
 
 
 @dataclass(frozen=True)
 class Link:
-    """Where a part is in the whole: `runs` are from the part to the whole, in which it begins at `start`."""
+    """Where a part is in the whole: `runs` are from the part to the whole, in which it begins at `start`. Where only
+    some elements of the part are meant, the first of them is at `part_start`; () is its first element."""
 
-    runs: tuple[_Run, ...]
+    runs: tuple[Run, ...]
     part_shape: tuple[int, ...]
     whole_shape: tuple[int, ...]
     start: tuple[int, ...]
+    part_start: tuple[int, ...] = ()
 
     @property
     def is_identity(self) -> bool:
@@ -310,14 +312,14 @@ def link_part(part: Axes, whole: Axes, term: int, at: Mapping[str, int], sizes: 
                 start[i] += step * at.get(f[0][0], 0)
             step *= _factor_size(f, sizes)
     mine = _steps_by_atom(part, sizes)
-    runs = tuple(_Run(sizes[a], *mine[a], *places[a]) for a in mine)
+    runs = tuple(Run(sizes[a], *mine[a], *places[a]) for a in mine)
     return Link(runs, part.shape(sizes), whole.shape(sizes), tuple(start))
 
 
-def _merge_runs(runs: list[_Run]) -> list[_Run]:
+def _merge_runs(runs: list[Run]) -> list[Run]:
     """Join runs of one dimension that continue each other in both tensors; return those longer than 1, the largest step
     first."""
-    out: list[_Run] = []
+    out: list[Run] = []
     for r in sorted((r for r in runs if r.size > 1), key=lambda r: -r.step):
         if out:
             o = out[-1]
@@ -343,7 +345,7 @@ class _Piece(NamedTuple):
     along: tuple[tuple[int, int] | None, ...]
 
 
-def _strided_pieces(runs: Sequence[_Run], ndim: int, start: Sequence[int], source: Sequence[int]) -> Iterator[_Piece]:
+def _strided_pieces(runs: Sequence[Run], ndim: int, start: Sequence[int], source: Sequence[int]) -> Iterator[_Piece]:
     """Yield the boxes of a destination tensor that are each a strided box of its source.
 
     Args:
@@ -351,8 +353,8 @@ def _strided_pieces(runs: Sequence[_Run], ndim: int, start: Sequence[int], sourc
         ndim: number of dimensions of the destination.
         start, source: indices, in the destination and in the source, of the element at which the first run begins.
     """
-    kept: dict[int, _Run] = {}  # by dimension of the destination
-    rest: list[_Run] = []
+    kept: dict[int, Run] = {}  # by dimension of the destination
+    rest: list[Run] = []
     for d in range(ndim):
         found = _merge_runs([r for r in runs if r.dim == d])
         if found and found[-1].step == 1 and (found[-1].other_step == 1 or found[-1].size > _SHORT):
@@ -407,6 +409,7 @@ def place_chunks(found: Link, entry: TensorEntry, out: Chunks, to_whole: bool) -
     if entry.chunks.zstd:
         raise Compressed
     item = ITEMSIZE[entry.dtype]
+    part_start = found.part_start or (0,) * len(found.part_shape)
     if not entry.shape or not out.ndim:
         for c in entry.chunks:  # one element
             out.add((0,) * out.ndim if not to_whole else found.start, (1,) * out.ndim, *c.extent)
@@ -415,9 +418,9 @@ def place_chunks(found: Link, entry: TensorEntry, out: Chunks, to_whole: bool) -
     if any(r.size == 0 for r in found.runs):
         return
     if to_whole:
-        runs, start, source = [r.swapped() for r in found.runs], found.start, (0,) * len(found.part_shape)
+        runs, start, source = [r.swapped() for r in found.runs], found.start, part_start
     else:
-        runs, start, source = list(found.runs), (0,) * len(found.part_shape), found.start
+        runs, start, source = list(found.runs), part_start, found.start
     for piece in _strided_pieces(runs, out.ndim, start, source):
         last = piece.source[0]
         for n, way in zip(piece.shape, piece.along, strict=True):

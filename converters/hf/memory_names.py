@@ -1,7 +1,7 @@
 """The names of weights in memory, and those that transformers gives them on the Hub.
 
 If the two differ (fused experts, moved prefixes), huggingface/hub_names.py asks transformers, and tensors of one are
-views of tensors of the other: `in_memory` joins the Hub's tensors, `crop` cuts them out again.
+views of tensors of the other: `in_memory` joins the Hub's tensors, `cut_for_hub` makes them again.
 """
 
 from __future__ import annotations
@@ -12,9 +12,10 @@ from typing import Any
 from ckpttool.errors import Corrupt, MissingPackage, Unsupported
 from ckpttool.huggingface import encodings, hub_names
 from ckpttool.index import boxes
+from ckpttool.index.axes import Compressed, place_chunks
 from ckpttool.index.checkpoint import ITEMSIZE, Chunks, TensorEntry
 
-__all__ = ["crop", "in_memory", "needs_transformers", "ties"]
+__all__ = ["crop", "cut_for_hub", "in_memory", "needs_transformers", "ties"]
 
 
 #: Output embeddings that transformers ties to the input embedding when the config says so, for hub_names.PLAIN.
@@ -41,14 +42,20 @@ def in_memory(tensors: dict[str, TensorEntry], config: dict[str, Any], notes: li
     """
     codes = encodings.find_in_tensors(tensors, config.get("quantization_config"))
     relation = None if codes else _ask_transformers(config, tensors, notes)
-    if (
-        relation is not None
-        and {n for n, v in relation.views.items() if v.of not in relation.tied} <= set(tensors)
-        and any(v.of != k for k, v in relation.views.items())
-    ):
-        tensors = _fuse(tensors, relation)
+    if relation is not None:
+        usual = {n for n, v in relation.views.items() if v.of not in relation.tied} | relation.joined.keys()
+        if usual <= tensors.keys():
+            if relation.joined or any(v.of != k for k, v in relation.views.items()):
+                tensors = _fuse(tensors, relation)
+        elif tensors.keys() - relation.views.keys() - relation.joined.keys() - relation.shapes.keys():
+            loaded = hub_names.relate(config, {n: t.shape for n, t in tensors.items()}, load=True)
+            if loaded.joined:
+                notes.append(
+                    "the names in the files are not those that save_pretrained writes: read as from_pretrained"
+                )
+                tensors = _fuse(tensors, loaded)
     tied = ties(config, tensors, relation)
-    for name, kept in tied.items():
+    for name, kept in (*tied.items(), *((kept, name) for name, kept in tied.items())):  # files may have either
         if name not in tensors and kept in tensors and kept not in codes.belongs:
             tensors[name] = replace(tensors[kept], path=("model", name))
             notes.append(f'"{name}" is tied to "{kept}" (config.json) and read under both names')
@@ -112,26 +119,31 @@ def _fuse(tensors: dict[str, TensorEntry], relation: hub_names.Relation) -> dict
     chunks: dict[str, Chunks] = {}
     dtypes: dict[str, str] = {}
     out: dict[str, TensorEntry] = {}
-    for name, view in relation.views.items():
-        t = tensors.get(name)
-        if t is None:
-            continue
-        whole = relation.shapes[view.of]
-        if t.shape != view.shape:
+
+    def chunks_of(parameter: str, name: str, shape: tuple[int, ...]) -> Chunks:
+        """Return the chunks of a parameter, to which a tensor of the Hub, of this shape by its config, adds its own."""
+        t = tensors[name]
+        if t.shape != shape:
             raise Corrupt(
-                f'"{name}" is {t.shape}; config.json makes it {view.shape}. They do not belong to the same model.',
+                f'"{name}" is {t.shape}; config.json makes it {shape}. They do not belong to the same model.',
                 code="CKPT0412",
             )
-        start, shape, strides = _box_of(view, whole, name)
-        columns = chunks.setdefault(view.of, Chunks(len(whole)))
-        dtypes.setdefault(view.of, t.dtype)
-        if dtypes[view.of] != t.dtype:
-            raise Unsupported(f'the parts of "{view.of}" have dtypes {dtypes[view.of]} and {t.dtype}.')
-        for c in t.chunks:
-            columns.add(start, shape, *c.extent, strides=strides)
+        if dtypes.setdefault(parameter, t.dtype) != t.dtype:
+            raise Unsupported(f'the parts of "{parameter}" have dtypes {dtypes[parameter]} and {t.dtype}.')
+        return chunks.setdefault(parameter, Chunks(len(relation.shapes[parameter])))
+
+    for name, view in relation.views.items():
+        if name in tensors:
+            start, shape, strides = _box_of(view, relation.shapes[view.of], name)
+            columns = chunks_of(view.of, name, view.shape)
+            for c in tensors[name].chunks:
+                columns.add(start, shape, *c.extent, strides=strides)
+    for name, parts in relation.joined.items():
+        for parameter, link in parts:
+            place_chunks(link, tensors[name], chunks_of(parameter, name, link.part_shape), to_whole=True)
     for name, columns in chunks.items():
         out[name] = TensorEntry(dtypes[name], relation.shapes[name], ("model", name), columns)
-    known = set(relation.views)
+    known = relation.views.keys() | relation.joined.keys()
     out.update({n: t for n, t in tensors.items() if n not in known})
     return {**{n: out[n] for n in relation.shapes if n in out}, **out}
 
@@ -170,6 +182,34 @@ def _box_of(
     return tuple(start), tuple(shape), None if boxes.is_row_major(shape, strides) else tuple(strides)
 
 
+def cut_for_hub(model: dict[str, TensorEntry], relation: hub_names.Relation) -> dict[str, TensorEntry]:
+    """Return {name on the Hub: tensor} of weights, {name in memory: weight}; bytes stay where they are.
+
+    Raises:
+        Unsupported: a weight is compressed and must be split, or a part of it is not a box.
+    """
+    out = {k: crop(k, model[v.of], v) for k, v in relation.views.items()}
+    for name, parts in relation.joined.items():
+        first = model[parts[0][0]]
+        chunks = Chunks(len(parts[0][1].part_shape))
+        for of, link in parts:
+            if model[of].dtype != first.dtype:
+                raise Unsupported(f'"{name}" is made of weights with dtypes {first.dtype} and {model[of].dtype}.')
+            try:
+                place_chunks(link, model[of], chunks, to_whole=False)
+            except Compressed:
+                raise _compressed(of) from None
+        out[name] = TensorEntry(first.dtype, parts[0][1].part_shape, ("model", name), chunks)
+    return out
+
+
+def _compressed(name: str) -> Unsupported:
+    """Make the error for a compressed weight of which a part is needed."""
+    return Unsupported(
+        f'"{name}" is compressed and must be split; convert the checkpoint to dcp first.', code="CKPT0324"
+    )
+
+
 def crop(name: str, t: TensorEntry, view: hub_names.View) -> TensorEntry:
     """Return a view of a parameter as a tensor called `name`; bytes stay where they are.
 
@@ -180,9 +220,7 @@ def crop(name: str, t: TensorEntry, view: hub_names.View) -> TensorEntry:
         return t
     start, shape, _strides = _box_of(view, t.shape, name)
     if t.chunks.zstd:
-        raise Unsupported(
-            f'"{view.of}" is compressed and must be split; convert the checkpoint to dcp first.', code="CKPT0324"
-        )
+        raise _compressed(view.of)
     item = ITEMSIZE[t.dtype]
     full = boxes.strides(t.shape)
     # which dimension of the view runs along which dimension of the tensor; one of length 1 runs along none

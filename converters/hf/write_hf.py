@@ -22,7 +22,7 @@ from ckpttool.storage.source import Source
 
 from ..options import HfOptions
 from . import training_state
-from .memory_names import crop, needs_transformers, ties
+from .memory_names import cut_for_hub, needs_transformers, ties
 from .peft_folder import adapter_config, base_relation, refuse_adapter, write_adapter
 from .quantised_weights import flat_names, metadata
 from .shards import INDEX, SALVAGE, WHOLE, draft_shard, refuse_dtypes, split_shards
@@ -94,7 +94,7 @@ def _named_as_on_hub(ckpt: Checkpoint, source: Source, options: WriteOptions) ->
     relation = _ask_transformers(config, model, [], needed=True)
     if relation is None:
         return ckpt
-    views = {k: replace(crop(k, model[v.of], v), path=("model", k)) for k, v in relation.views.items()}
+    views = {k: replace(t, path=("model", k)) for k, t in cut_for_hub(model, relation).items()}
     tied = {k: model[k] for k in relation.tied if k in model and k not in views}
     rest = {n: t for n, t in ckpt.tensors.items() if t.path[0] != "model"}
     return replace(ckpt, tensors={"model." + k: t for k, t in (views | tied).items()} | rest)
@@ -244,7 +244,13 @@ def write(ckpt: Checkpoint, source: Source, options: WriteOptions) -> Draft:
     held_values = dict(ckpt.values) if own.include_optimizer else weights.marks
     out = Checkpoint("hf", options.target, None, names_of_files, [f.size for f in draft_files], tensors, held_values)
     return Draft(
-        out, sources, draft_files, dropped=dropped, aliases=tied, notes=notes, synthesized_tensors=weights.added
+        out,
+        sources,
+        draft_files,
+        dropped=dropped,
+        aliases=weights.aliases,
+        notes=notes,
+        synthesized_tensors=weights.added,
     )
 
 
@@ -328,7 +334,7 @@ def write_file(ckpt: Checkpoint, source: Source, options: WriteOptions) -> Draft
         sources,
         [file],
         dropped=weights.dropped,
-        aliases=weights.tied,
+        aliases=weights.aliases,
         notes=notes,
         synthesized_tensors=weights.added,
     )
@@ -341,6 +347,7 @@ class _Weights(NamedTuple):
     model: dict[str, TensorEntry]  # with the dtypes that it gets
     rest: dict[str, TensorEntry]  # that is not the model
     tied: dict[str, str]
+    aliases: dict[str, str]  # the same, with the names that the kept ones have in the files
     together: dict[str, str]
     added: list[str]
     dropped: list[Dropped]
@@ -381,12 +388,17 @@ def _weights_to_write(
     relation = None if config is None else _check_names(ckpt, config, model, options, notes)
     untie = options.of(HfOptions).untie
     stored, tied, together = _hub_tensors(ckpt, model, config, relation, source, notes, untie)
-    added = [f"model.{n}" for n, kept in ties(config, model, relation).items() if n not in model and kept in stored]
+    hub = _hub_names(relation)
+    aliases = {
+        n: "model." + hub.get(kept.removeprefix("model."), kept.removeprefix("model.")) for n, kept in tied.items()
+    }
+    known = ties(config, model, relation).items()
+    added = [f"model.{n}" for n, kept in known if n not in model and hub.get(kept, kept) in stored]
     shown = {k: t if k in objects else replace(t, dtype=options.cast("model." + k, t.dtype)) for k, t in stored.items()}
     stored, model = _take_apart_objects(stored, shown, objects, relation, notes, config)
     refuse_dtypes(model)
     listed = {n: c for n, c in objects.items() if n in shown}
-    return _Weights(stored, model, rest, tied, together, added, dropped, shown, metadata(listed, shown), marks)
+    return _Weights(stored, model, rest, tied, aliases, together, added, dropped, shown, metadata(listed, shown), marks)
 
 
 def _as_dense_tensors(ckpt: Checkpoint, objects: dict[str, Composite]) -> dict[str, TensorEntry]:
@@ -433,6 +445,12 @@ def _take_apart_objects(
         return stored, shown
     old: dict[str, TensorEntry] = {}
     new: dict[str, TensorEntry] = {}
+    for name, parts in ({} if relation is None else relation.joined).items():
+        if several := [of for of, _ in parts if of in objects]:
+            raise Unsupported(
+                f'"{several[0]}" is quantised, and on the Hub it is a part of "{name}". Choose dcp or full.',
+                code="CKPT0318",
+            )
     for name, t in shown.items():
         view = None if relation is None else relation.views.get(name)
         whole = view is None or (view.of == name and view.shape == t.shape and not view.offset)
@@ -573,6 +591,14 @@ def _remedy(
     )
 
 
+def _hub_names(relation: hub_names.Relation | None) -> dict[str, str]:
+    """Return {name in memory: name on the Hub} of weights that are one tensor there, if that is another."""
+    views = {} if relation is None else relation.views
+    return {
+        v.of: k for k, v in views.items() if v.of != k and relation is not None and relation.shapes[v.of] == v.shape
+    }
+
+
 def _hub_tensors(
     ckpt: Checkpoint,
     model: dict[str, TensorEntry],
@@ -601,13 +627,15 @@ def _hub_tensors(
     tied = {} if untie else tied_weights(model)
     tied.update({k: v for k, v in ties(config, model, relation).items() if k in model and v in model})
     if relation is not None:
-        out = {k: crop(k, model[v.of], v) for k, v in relation.views.items()}
+        out = cut_for_hub(model, relation)
         together = relation.together
     else:
         out = dict(model)
+    hub = _hub_names(relation)
     gone: dict[str, str] = {}
     for name, kept in sorted(tied.items()):
-        if name not in out or kept not in out or name == kept:
+        there = hub.get(name, name)
+        if there not in out or hub.get(kept, kept) not in out or name == kept:
             continue
         a, b = model[name], model[kept]
         if a.chunks[:] != b.chunks[:]:
@@ -618,7 +646,7 @@ def _hub_tensors(
                     f"Write both with {argument('untie', True, 'HfOptions')}, or find out which of them is right.",
                     code="CKPT0320",
                 )
-        del out[name]
+        del out[there]
         gone["model." + name] = "model." + kept
         notes.append(f'"{name}" is tied to "{kept}" (equal bytes) and written once, as save_pretrained does')
     return out, gone, together
