@@ -47,11 +47,17 @@ def split_experts(ckpt: Checkpoint, config: Config, relation: hub_names.Relation
     wrappers = lora.group_by_wrapper(tensors)
     found = lora_changes.find_parameters(wrappers, {n: t.shape for n, t in tensors.items()}, config, relation.shapes)
     pieces, moved = hub_names.find_pieces(relation)
+    joined_on_hub = {of: name for name, parts in relation.joined.items() for of, _ in parts}
     of_lora = {n for kinds in wrappers.values() for n in kinds.values()}
     out = {adapters.rename_module(n, moved): t for n, t in tensors.items() if n not in of_lora}
     split = 0
     for wrapper, kinds in wrappers.items():
         parameter, transposed = found.get(wrapper, (f"{lora.base_name(wrapper)}.weight", False))
+        if parameter in joined_on_hub:
+            raise Unsupported(
+                f'"{parameter}" is a part of "{joined_on_hub[parameter]}" on the Hub, so its LoRA has no name there.',
+                code="CKPT0322",
+            )
         if parameter not in pieces:
             out |= {adapters.rename_module(n, moved): tensors[n] for n in kinds.values()}
             continue
