@@ -27,7 +27,7 @@ from typing import Any, NamedTuple
 from ..errors import Corrupt, Unsafe, Unsupported
 from ..extras import require_packages
 from ..formats.sandbox import run_in_child
-from ..index.axes import Link, Run
+from ..index.axes import AxisRun, Link
 from ..progress import log_step, report_progress
 from . import Config
 
@@ -154,7 +154,7 @@ def relate(
 def _read_link(link: list[Any]) -> Link:
     """Read a link from the fields of one in JSON."""
     runs, *shapes = link
-    return Link(tuple(Run(*r) for r in runs), *map(tuple, shapes))
+    return Link(tuple(AxisRun(*r) for r in runs), *map(tuple, shapes))
 
 
 class Piece(NamedTuple):

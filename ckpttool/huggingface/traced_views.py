@@ -15,7 +15,7 @@ from math import prod
 from typing import Any, NamedTuple
 
 from ..index import boxes
-from ..index.axes import Run
+from ..index.axes import AxisRun
 
 __all__ = ["Part", "make_trace"]
 
@@ -29,7 +29,7 @@ class Part(NamedTuple):
     of: str
     at: Shape
     start: Shape
-    runs: tuple[Run, ...]
+    runs: tuple[AxisRun, ...]
 
 
 class _Untraceable(Exception):
@@ -58,7 +58,7 @@ def _reshape(parts: Iterable[Part], before: Shape, after: Shape) -> list[Part]:
             start.append(left // s)
             left %= s
         todo = [(r.size, r.step * old[r.dim], r) for r in p.runs if r.size > 1]
-        runs: list[Run] = []
+        runs: list[AxisRun] = []
         while todo:
             size, linear, r = todo.pop()
             d = next((d for d, s in enumerate(new) if s <= linear and after[d] > 1), None)
@@ -71,7 +71,7 @@ def _reshape(parts: Iterable[Part], before: Shape, after: Shape) -> list[Part]:
                     raise _Untraceable
                 todo.append((size // inner, linear * inner, r._replace(other_step=r.other_step * inner)))
                 size = inner
-            runs.append(Run(size, d, step, r.other_dim, r.other_step))
+            runs.append(AxisRun(size, d, step, r.other_dim, r.other_step))
         last = [a + sum((r.size - 1) * r.step for r in runs if r.dim == d) for d, a in enumerate(start)]
         if any(i >= n for i, n in zip(last, after, strict=True)):
             raise _Untraceable
@@ -91,8 +91,8 @@ def _narrow(parts: Iterable[Part], dim: int, first: int, last: int) -> list[Part
 
 
 def _cut(
-    begin: int, at: Shape, runs: Sequence[Run], first: int, last: int
-) -> Iterator[tuple[int, Shape, tuple[Run, ...]]]:
+    begin: int, at: Shape, runs: Sequence[AxisRun], first: int, last: int
+) -> Iterator[tuple[int, Shape, tuple[AxisRun, ...]]]:
     """Yield (index in the result, index in the source, runs) of what runs of one dimension have within [first, last).
 
     Args:
@@ -191,7 +191,7 @@ def make_trace(named: dict[str, Any]) -> Any:
             self.alive: list[Any] = []  # so that no storage gets the address of another
             for name, t in named.items():
                 zero = (0,) * t.ndim
-                runs = tuple(Run(n, d, 1, d, 1) for d, n in enumerate(t.shape) if n > 1)
+                runs = tuple(AxisRun(n, d, 1, d, 1) for d, n in enumerate(t.shape) if n > 1)
                 self._note(t, [Part(name, zero, zero, runs)] if prod(t.shape) else [])
 
         def _note(self, t: Any, parts: list[Part]) -> None:

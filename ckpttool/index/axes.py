@@ -21,7 +21,7 @@ from ..errors import UsageError
 from . import boxes
 from .checkpoint import ITEMSIZE, Chunk, Chunks, TensorEntry
 
-__all__ = ["PAD", "Axes", "AxesError", "Compressed", "Link", "Run", "UnknownSize", "link_part", "place_chunks"]
+__all__ = ["PAD", "Axes", "AxesError", "Compressed", "Link", "AxisRun", "UnknownSize", "link_part", "place_chunks"]
 
 #: The term of a sum that is padding: rows that no part holds.
 PAD = "_"
@@ -237,7 +237,7 @@ def _describe_dim(d: Dim, sizes: Mapping[str, int]) -> str:
 # --------------------------------------------------------------------------------------------------------------- links
 
 
-class Run(NamedTuple):
+class AxisRun(NamedTuple):
     """An axis of `size` indices, and how many elements one index moves along a dimension of either tensor."""
 
     size: int
@@ -246,9 +246,9 @@ class Run(NamedTuple):
     other_dim: int
     other_step: int
 
-    def swapped(self) -> Run:
+    def swapped(self) -> AxisRun:
         """Return the same run of indices as seen from the other of the two tensors."""
-        return Run(self.size, self.other_dim, self.other_step, self.dim, self.step)
+        return AxisRun(self.size, self.other_dim, self.other_step, self.dim, self.step)
 
 
 @dataclass(frozen=True)
@@ -256,7 +256,7 @@ class Link:
     """Where a part is in the whole: `runs` are from the part to the whole, in which it begins at `start`. Where only
     some elements of the part are meant, the first of them is at `part_start`; () is its first element."""
 
-    runs: tuple[Run, ...]
+    runs: tuple[AxisRun, ...]
     part_shape: tuple[int, ...]
     whole_shape: tuple[int, ...]
     start: tuple[int, ...]
@@ -312,14 +312,14 @@ def link_part(part: Axes, whole: Axes, term: int, at: Mapping[str, int], sizes: 
                 start[i] += step * at.get(f[0][0], 0)
             step *= _factor_size(f, sizes)
     mine = _steps_by_atom(part, sizes)
-    runs = tuple(Run(sizes[a], *mine[a], *places[a]) for a in mine)
+    runs = tuple(AxisRun(sizes[a], *mine[a], *places[a]) for a in mine)
     return Link(runs, part.shape(sizes), whole.shape(sizes), tuple(start))
 
 
-def _merge_runs(runs: list[Run]) -> list[Run]:
+def _merge_runs(runs: list[AxisRun]) -> list[AxisRun]:
     """Join runs of one dimension that continue each other in both tensors; return those longer than 1, the largest step
     first."""
-    out: list[Run] = []
+    out: list[AxisRun] = []
     for r in sorted((r for r in runs if r.size > 1), key=lambda r: -r.step):
         if out:
             o = out[-1]
@@ -345,7 +345,9 @@ class _Piece(NamedTuple):
     along: tuple[tuple[int, int] | None, ...]
 
 
-def _strided_pieces(runs: Sequence[Run], ndim: int, start: Sequence[int], source: Sequence[int]) -> Iterator[_Piece]:
+def _strided_pieces(
+    runs: Sequence[AxisRun], ndim: int, start: Sequence[int], source: Sequence[int]
+) -> Iterator[_Piece]:
     """Yield the boxes of a destination tensor that are each a strided box of its source.
 
     Args:
@@ -353,8 +355,8 @@ def _strided_pieces(runs: Sequence[Run], ndim: int, start: Sequence[int], source
         ndim: number of dimensions of the destination.
         start, source: indices, in the destination and in the source, of the element at which the first run begins.
     """
-    kept: dict[int, Run] = {}  # by dimension of the destination
-    rest: list[Run] = []
+    kept: dict[int, AxisRun] = {}  # by dimension of the destination
+    rest: list[AxisRun] = []
     for d in range(ndim):
         found = _merge_runs([r for r in runs if r.dim == d])
         if found and found[-1].step == 1 and (found[-1].other_step == 1 or found[-1].size > _SHORT):

@@ -5,8 +5,6 @@ from __future__ import annotations
 
 import json
 import os
-import tarfile
-import tempfile
 from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -21,18 +19,12 @@ from ckpttool.errors import Unsupported
 from ckpttool.huggingface import maps
 from fixtures import map_jobs
 
-FOLDER, PACKED = peers.FIXTURES / "maps", peers.FIXTURES / "maps_packed"
-UNPACKED = tempfile.TemporaryDirectory()
+FOLDER, SMALL = peers.FIXTURES / "maps", peers.FIXTURES / "maps_small"
 
 
-@cache
 def folder_of(name: str) -> Path:
-    """The fixture; a packed one is unpacked."""
-    if (FOLDER / name).exists():
-        return FOLDER / name
-    with tarfile.open(PACKED / f"{name}.tar.xz") as packed:
-        packed.extractall(UNPACKED.name, filter="data")
-    return Path(UNPACKED.name) / name
+    """The fixture."""
+    return next(f / name for f in (FOLDER, SMALL) if (f / name).exists())
 
 
 class Case(NamedTuple):
@@ -76,7 +68,7 @@ BY_HAND = {m: m for m in ("torchtune-phi3", "torchtune-gemma")}
 def test_every_map_has_a_fixture() -> None:
     elsewhere = {"meta-llama", "megatron-gpt2"}  # the latter in live/test_megatron_premises.py
     assert {c.forth for c in CASES} | {c.back for c in CASES} == set(maps.names()) - elsewhere
-    assert {p.name.removesuffix(".tar.xz") for f in (FOLDER, PACKED) for p in f.iterdir()} == {c.name for c in CASES}
+    assert {p.name for f in (FOLDER, SMALL) for p in f.iterdir()} == {c.name for c in CASES}
 
 
 @pytest.fixture(scope="module", params=CASES, ids=lambda c: c.name)

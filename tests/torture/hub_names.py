@@ -48,9 +48,9 @@ def shrink(key: str, value: Any, width: int) -> Any:
     """A value of a config, small."""
     if isinstance(value, dict):
         return {k: shrink(k, v, width) for k, v in value.items() if k not in _DROPPED}
-    if key == "layer_types" and isinstance(value, list):
+    if isinstance(value, list) and (key.endswith("layer_types") or (len(value) > 2 and "intermediate" in key)):
         kinds = list(dict.fromkeys(value))
-        return (kinds * 2)[-2:]
+        return (kinds * 2)[-2:] if key == "layer_types" else value[:2] if key.endswith("layer_types") else [32, 32]
     if isinstance(value, bool) or not isinstance(value, int):
         return value
     if "token" in key and ("id" in key or "index" in key):
