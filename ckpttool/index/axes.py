@@ -21,7 +21,7 @@ from ..errors import UsageError
 from . import boxes
 from .checkpoint import ITEMSIZE, Chunk, Chunks, TensorEntry
 
-__all__ = ["PAD", "Axes", "AxesError", "Compressed", "Link", "AxisRun", "UnknownSize", "link_part", "place_chunks"]
+__all__ = ["PAD", "Axes", "AxesError", "AxisRun", "Compressed", "Link", "UnknownSize", "link_part", "place_chunks"]
 
 #: The term of a sum that is padding: rows that no part holds.
 PAD = "_"

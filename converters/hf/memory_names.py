@@ -48,8 +48,8 @@ def in_memory(tensors: dict[str, TensorEntry], config: dict[str, Any], notes: li
             if relation.joined or any(v.of != k for k, v in relation.views.items()):
                 tensors = _fuse(tensors, relation)
         elif tensors.keys() - relation.views.keys() - relation.joined.keys() - relation.shapes.keys():
-            loaded = hub_names.relate(config, {n: t.shape for n, t in tensors.items()}, load=True)
-            if loaded.joined:
+            loaded = _ask_loader(config, tensors, notes)
+            if loaded is not None and loaded.joined:
                 notes.append(
                     "the names in the files are not those that save_pretrained writes: read as from_pretrained"
                 )
@@ -105,6 +105,16 @@ def _ask_transformers(
     try:
         return hub_names.relate(config, None)
     except (MissingPackage, Unsupported) as e:
+        notes.append(f"names are kept as they are: {e}")
+        return None
+
+
+def _ask_loader(config: dict[str, Any], tensors: dict[str, TensorEntry], notes: list[str]) -> hub_names.Relation | None:
+    """Return what from_pretrained makes of weights with other names than save_pretrained writes; None where it cannot
+    load them, which a note says."""
+    try:
+        return hub_names.relate(config, {n: t.shape for n, t in tensors.items()}, load=True)
+    except Unsupported as e:
         notes.append(f"names are kept as they are: {e}")
         return None
 
