@@ -126,12 +126,17 @@ def follow(link: Link, part: torch.Tensor, whole: torch.Tensor, to_whole: bool) 
     (b if to_whole else a).copy_(a if to_whole else b)
 
 
+def unset(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    """A tensor of what no weight is."""
+    return torch.full(shape, float("nan") if dtype.is_floating_point else -1, dtype=dtype)
+
+
 def save_as_ours(relation: hub_names.Relation, state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """The tensors of the Hub that a relation makes of a state dict."""
     state = {n: t.contiguous() for n, t in state.items()}
     out = {n: state[v.of].as_strided(v.shape, v.strides, v.offset) for n, v in relation.views.items()}
     for name, parts in relation.joined.items():
-        out[name] = torch.full(parts[0][1].part_shape, float("nan"), dtype=state[parts[0][0]].dtype)
+        out[name] = unset(parts[0][1].part_shape, state[parts[0][0]].dtype)
         for of, link in parts:
             follow(link, out[name], state[of], to_whole=False)
     return out
@@ -143,7 +148,7 @@ def load_as_ours(relation: hub_names.Relation, files: dict[str, torch.Tensor]) -
     out = {n: t for n, t in files.items() if n not in relation.joined}
     for name, parts in relation.joined.items():
         for of, link in parts:
-            whole = out.setdefault(of, torch.full(relation.shapes[of], float("nan"), dtype=files[name].dtype))
+            whole = out.setdefault(of, unset(relation.shapes[of], files[name].dtype))
             follow(link, files[name].contiguous(), whole, to_whole=True)
     return out
 
@@ -196,7 +201,10 @@ def main() -> None:
             of_type.setdefault(kind, names if isinstance(names, str) else names[0])
     counts: Counter[str] = Counter()
     for name in sys.argv[1:] or sorted(set(of_type.values())):
-        result, why = judge(name)
+        try:
+            result, why = judge(name)
+        except Exception as e:
+            result, why = "wrong", f"{type(e).__name__}: {str(e)[:150]}"
         counts[result] += 1
         if result != "right" or sys.argv[1:]:
             print(f"{name}: {result} {why}", flush=True)
