@@ -105,11 +105,15 @@ class ZeroOptions:
     )
     precision: str | None = option(None, "Precision of the job that will load it: bf16, fp16 or fp32.")
     write_tag: str | None = option(None, "Name of the save to write, instead of global_step<N>.")
+    expert_parallel: int | None = option(
+        None, "zero1, zero2: ep_size of the MoE layers in the job that will load it; that of the source, or 1."
+    )
 
     def __post_init__(self) -> None:
-        """Raise UsageError if `sub_group_size` is given and below 1."""
-        if self.sub_group_size is not None and self.sub_group_size < 1:
-            raise UsageError(f"sub_group_size is {self.sub_group_size}; it must be at least 1.", code="CKPT0203")
+        """Raise UsageError if `sub_group_size` or `expert_parallel` is given and below 1."""
+        for name in ("sub_group_size", "expert_parallel"):
+            if (n := getattr(self, name)) is not None and n < 1:
+                raise UsageError(f"{name} is {n}; it must be at least 1.", code="CKPT0203")
 
 
 @dataclass(frozen=True)

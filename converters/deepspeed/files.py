@@ -29,6 +29,9 @@ from ckpttool.storage.source import Source
 from ..rank_files import first_difference
 
 __all__ = [
+    "EXPERT",
+    "EXPERT_OPTIM",
+    "LAYER",
     "MAYBE",
     "MODEL",
     "MODEL3",
@@ -65,12 +68,18 @@ SAVES = Saves(
     "DeepSpeed",
     frozenset(("latest", "latest_universal")),
     "global_step",
-    r"(bf16_)?zero_pp_rank_\d+.*\.pt|mp_rank_\d+_model_states\.pt|layer_\d+-model_.*\.pt",
+    r"(bf16_)?zero_pp_rank_\d+.*\.pt|mp_rank_\d+_model_states\.pt|layer_\d+-model_.*\.pt"
+    r"|layer_\d+_expert_\d+_mp_rank_\d+_model_states\.pt|expp_rank_\d+_mp_rank_\d+_optim_states\.pt",
 )
 
 MODEL3 = re.compile(r"zero_pp_rank_(\d+)_mp_rank_(\d+)_model_states\.pt")
 MODEL = re.compile(r"mp_rank_(\d+)_model_states\.pt")
 OPTIM = re.compile(r"(bf16_)?zero_pp_rank_(\d+)_mp_rank_(\d+)_?optim_states\.pt")
+#: An expert of a layer, and the optimizer of an expert parallel rank (experts.py).
+EXPERT = re.compile(r"layer_(\d+)_expert_(\d+)_mp_rank_(\d+)_model_states\.pt")
+EXPERT_OPTIM = re.compile(r"expp_rank_(\d+)_mp_rank_(\d+)_optim_states\.pt")
+#: A layer of a pipeline, on one tensor parallel rank (pipeline.py).
+LAYER = re.compile(r"layer_(\d+)-(?:model_(\d+)-)?model_states\.pt")
 
 #: In a save, of a Universal Checkpoint.
 UNIVERSAL = "zero/optimizer_state.pt"
@@ -219,9 +228,10 @@ def refuse_unsupported_files(save: Save, where: str) -> None:
         Unsupported: pipeline parallel ranks, experts in files of their own, optimizer state on NVMe.
         Corrupt: a file that DeepSpeed's own script would take for one of a rank.
     """
+    apart = () if any(map(MODEL3.fullmatch, save.names)) else (EXPERT, EXPERT_OPTIM, LAYER)  # none at stage 3
     for n in save.names:
-        m = MODEL3.fullmatch(n) or MODEL.fullmatch(n) or OPTIM.fullmatch(n)
-        foreign = n.startswith(("expp_rank_", "layer_")) and n.endswith(".pt")
+        m = next(filter(None, (p.fullmatch(n) for p in (MODEL3, MODEL, OPTIM, *apart))), None)
+        foreign = not m and n.startswith(("expp_rank_", "expert_", "layer_")) and n.endswith(".pt")
         if n.endswith(("_model_states.pt", "_optim_states.pt")) and not m and not foreign:
             raise Corrupt(
                 f"{where}{n}: named like no file that DeepSpeed writes, but it ends as the files of its ranks do, so "
@@ -229,10 +239,16 @@ def refuse_unsupported_files(save: Save, where: str) -> None:
                 "it its own name back.",
                 code="CKPT0409",
             )
+        if m and m.re in apart and int(m[m.re.groups] or 0):
+            raise Unsupported(
+                f"{where}{n}: written by model parallel rank {int(m[m.re.groups])}, which has a part of an expert or "
+                "layer. Merge the model parallel ranks with the trainer's own tools first.",
+                code="CKPT0325",
+            )
         if foreign:
             raise Unsupported(
-                f"{where}{n}: {'experts' if 'exp' in n else 'pipeline stages'} in files of their own, which ckpttool "
-                "does not read.",
+                f"{where}{n}: {'experts' if 'exp' in n else 'pipeline stages'} in files of their own. ckpttool reads "
+                "these at ZeRO stage 0 to 2, named as DeepSpeed names them now.",
                 code="CKPT0325",
             )
     if "offloaded_tensors" in save.names:

@@ -148,6 +148,8 @@ class SaveReader:
         self.files: Files = Files(where.source) if beside is None else beside.files
         self.everyone: list[File] = []  # the model files of all ranks, if there are several tensor-parallel ones
         self.notes: list[str] = []
+        self.homes: dict[str, File] = {}  # of entries of `module` that have files of their own
+        self.stacks: dict[str, TensorEntry] = {}  # weights of which each expert has a part in a file of its own
         self.masters: dict[str, TensorEntry] = {}  # trainable parameters, wherever their weights lie
         self.model: dict[str, TensorEntry] = {}
         self.rounded: dict[str, TensorEntry] = {}  # what the engine computes with, of weights that have masters
@@ -270,6 +272,10 @@ class SaveReader:
         listed = self._listed_names(models)
         for name, t in listed.module.items():
             self._add_module_entry(name, t, listed, models)
+        for name, stack in self.stacks.items():
+            self.model[name] = self.masters.get(name, stack)
+            if self.model[name].dtype != stack.dtype:
+                self.rounded[name] = stack
         # `module` need not have what has its weights in other files
         self.model.update({n: t for n, t in self.masters.items() if n not in self.model})
         for name, shape in listed.frozen.items():
@@ -319,7 +325,7 @@ class SaveReader:
             Corrupt: it is a placeholder of no parameter, or is in none of the lists that DeepSpeed makes.
             Unsupported: it is neither a tensor nor the extra state of a module.
         """
-        first = models[0]
+        first = self.homes.get(str(name), models[0])
         if isinstance(name, str) and name.rpartition(".")[2] == EXTRA_STATE and name not in listed.buffers:
             self.add_leaves(("model", name), t, first)
             self._compare_copies(name, t, models)
@@ -342,7 +348,7 @@ class SaveReader:
                 "frozen_param_shapes names it.",
                 code="CKPT0412",
             )
-        elif self.masters and name not in listed.buffers and "shared_params" not in first.tree:
+        elif self.masters and name not in listed.buffers and "shared_params" not in models[0].tree:
             raise Corrupt(
                 f'{first.what}: "{name}" is in module, but not in param_shapes, and "shared_params" is '
                 "missing, which would say whether it is tied to a weight that is. The file is damaged, or of "

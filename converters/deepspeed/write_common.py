@@ -29,6 +29,7 @@ from ckpttool.index.paths import is_number_text
 from ckpttool.layouts import WriteOptions
 
 from ..options import ZeroOptions
+from .experts import DATA_FIRST, EXPERT_NAME
 from .files import MAYBE, OWN, SCALERS, STAGE, FlatRange, tensor_of_ranges, zero_setting
 
 __all__ = [
@@ -138,6 +139,7 @@ class SavePlan:
         self.state, self.tensors, self.stage, self.source_world = state, tensors, stage, ckpt.world_size
         self.ckpt, self.rounded = ckpt, ckpt.rounded
         self.notes = list(state.notes)
+        self.about_groups = TRAINED_ALONE  # why the param groups are others than the source's
         self._check_groups()
         self.rest = dict(state.rest)
         self.ds_config = self._take_config()
@@ -231,6 +233,8 @@ class SavePlan:
             "extra.buffer_names": list(self.state.buffers),
             "extra.ds_config": self.ds_config,
         }
+        if "num_experts" in self.rest:
+            ours["extra.num_experts"] = self.rest["num_experts"]
         held = [*self.ckpt.values, *self.ckpt.tensors]
         added = {n: x for n, x in ours.items() if not any(k == n or k.startswith(n + ".") for k in held)}
         if self.scaler and not self.state.scaler:
@@ -246,13 +250,18 @@ class SavePlan:
         out = dict(self.ckpt.values)
         for head, after, how in (
             ("extra.ds_config.", config, f"for an engine of ZeRO stage {self.stage}"),
-            ("optim.param_groups.", group_values(self.state.groups), TRAINED_ALONE),
+            ("optim.param_groups.", group_values(self.state.groups), self.about_groups),
         ):
             if before := {n: v for n, v in out.items() if n.startswith(head)}:
                 after = {n: v for n, v in after.items() if n not in self.state.inlined}
                 changed |= list_changed_values(before, after, how)
                 out = {n: v for n, v in out.items() if n not in before} | after
         return out | self.state.inlined, changed
+
+    @property
+    def data_first(self) -> bool:
+        """Whether ranks with the same experts are neighbours, as the configuration says."""
+        return bool(self.ds_config.get(DATA_FIRST))
 
     def _precision(self) -> str:
         """Return the dtype in which the engine computes: that of ds_config, else that of most bytes of trained weights,
@@ -467,16 +476,25 @@ class SavePlan:
 
 
 class ModelStateFiles:
-    """The model files: one per rank at stage 3, with the parts of frozen parameters; else one, with all weights."""
+    """The model files: one per rank at stage 3, with the parts of frozen parameters; else one, with all weights but
+    those of experts, each of which has a file."""
 
-    def __init__(self, plan: SavePlan, groups: list[dict[str, tuple[int, ...]]], world: int) -> None:
+    def __init__(
+        self,
+        plan: SavePlan,
+        groups: list[dict[str, tuple[int, ...]]],
+        world: int,
+        local: list[dict[str, tuple[int, ...]]] | None = None,
+    ) -> None:
         """Prepare the model files of a save.
 
         Args:
             plan: what all files of the save have in common.
             groups: [{name: shape}], the parameters in each flat tensor.
             world: the number of ranks.
+            local: the same as each rank names its experts; None: as `groups`.
         """
+        self.local = local or groups
         self.plan, self.groups, self.world, self.stage = plan, groups, world, plan.stage
         self.tensors: dict[str, TensorEntry] = {}
         self.sources: dict[str, TensorEntry] = {}
@@ -492,6 +510,9 @@ class ModelStateFiles:
             content = self._tree(tree, rank, each_rank)
             name = f"zero_pp_rank_{rank}_mp_rank_00" if self.stage == 3 else "mp_rank_00"
             numbers.append(files.add(f"{plan.tag}/{name}_model_states.pt", content, tree.sizes))
+            trees.append(tree)
+        for name, tree, content in self._expert_files():
+            numbers.append(files.add(f"{plan.tag}/{name}", content, tree.sizes))
             trees.append(tree)
         for number, tree in zip(numbers, trees, strict=True):
             for name, (key, entry, origin) in tree.whole.items():
@@ -544,6 +565,29 @@ class ModelStateFiles:
             changed=changed,
         )
 
+    def _add_entry(self, tree: FileTree, name: str) -> TensorRef:
+        """Add a whole tensor of `module` to a file: a buffer or frozen parameter as it is, and of others what the
+        engine computes with, rounded from the masters as they pass."""
+        plan, state, t = self.plan, self.plan.state, self.plan.tensors[name]
+        if name in state.buffers or name in state.frozen:
+            return tree.add_tensor(f"model.{name}", t, state.tensors[name])
+        low = replace(t, dtype=plan.precision, path=("module", name))
+        return tree.add_tensor(f"module.{name}", low, state.tensors[name])
+
+    def _expert_files(self) -> list[tuple[str, FileTree, dict[str, object]]]:
+        """Return [(name, tensors, what it is to hold)] of the files of experts, one an expert of each MoE layer."""
+        layers: dict[str, dict[int, list[str]]] = {}
+        for n in self.plan.tensors:
+            if m := EXPERT_NAME.fullmatch(n):
+                layers.setdefault(m[1], {}).setdefault(int(m[2]), []).append(n)
+        out = []
+        for k, experts in enumerate(layers.values()):
+            for e, names in sorted(experts.items()):
+                tree = FileTree(0)
+                content: dict[str, object] = {n: self._add_entry(tree, n) for n in names}
+                out.append((f"layer_{k}_expert_{e}_mp_rank_00_model_states.pt", tree, content))
+        return out
+
     def _tree(self, tree: FileTree, rank: int, each_rank: bool) -> dict[str, object]:
         """Return what a rank's model file is to hold.
 
@@ -556,23 +600,20 @@ class ModelStateFiles:
         trained = {n for g in self.groups for n in g}
         module: dict[str, object] = {}
         for n, t in plan.tensors.items():
-            if n in state.tied:
+            if n in state.tied or EXPERT_NAME.fullmatch(n):
                 continue
-            if n in state.buffers or (stage < 3 and n in state.frozen):
-                module[n] = tree.add_tensor(f"model.{n}", t, state.tensors[n])
-            elif stage == 3:
+            if stage == 3 and n not in state.buffers:
                 module[n] = tree.add_placeholder(plan.precision if n in trained else t.dtype)
-            else:  # what the engine computes with: rounded from the masters as they pass
-                low = replace(t, dtype=plan.precision, path=("module", n))
-                module[n] = tree.add_tensor(f"module.{n}", low, state.tensors[n])
+            else:
+                module[n] = self._add_entry(tree, n)
         module.update({a: module[o] for a, o in state.tied.items()})
         frozen = {n: pickled_size(plan.tensors[n].shape) for n in state.frozen}
         fragments: Any = {n: module[n] for n in frozen}
         out = {
-            "module": {**{n: module[n] for n in plan.tensors}, **tree.add_tree(state.extra_states)},
+            "module": {**{n: module[n] for n in plan.tensors if n in module}, **tree.add_tree(state.extra_states)},
             "buffer_names": list(state.buffers),
             "optimizer": None,
-            "param_shapes": [{n: pickled_size(s) for n, s in g.items()} for g in self.groups],
+            "param_shapes": [{n: pickled_size(s) for n, s in g.items()} for g in self.local],
             "frozen_param_shapes": frozen if stage > 1 else None,
             "shared_params": dict(state.tied) if rank == 0 else {},
             "frozen_param_fragments": fragments if stage > 1 else None,

@@ -19,6 +19,7 @@ from ckpttool.storage.source import Source
 from ..options import UniversalOptions
 from . import files as ds
 from . import write_common as dw
+from .write_experts import refuse_experts, refuse_pipeline
 
 __all__ = ["prepare", "write"]
 
@@ -42,9 +43,11 @@ def write(ckpt: Checkpoint, source: Source, options: WriteOptions) -> Draft:
         Unsupported: DeepSpeed cannot hold the state, or a parameter has a name that no folder can have.
         UsageError: an option is no precision of DeepSpeed's, or no name of a folder.
     """
+    refuse_pipeline(ckpt)
     state = split_training_state(ckpt, source, options.like and options.like.optimizer)
     tensors = {n: replace(t, dtype=options.cast(f"model.{n}", t.dtype)) for n, t in state.tensors.items()}
     asked = options.of(UniversalOptions)
+    refuse_experts(state, asked.expert_parallel, "a universal checkpoint")
     stage = asked.stage or _stage_of(ckpt)
     plan = dw.SavePlan(state, tensors, stage, options, asked, ckpt)
     plan.tag += "" if asked.write_tag else "_universal"

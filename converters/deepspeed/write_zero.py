@@ -20,8 +20,10 @@ from ckpttool.storage.source import Source
 from ..options import ZeroOptions
 from . import files as ds
 from . import write_common as dw
+from .experts import ExpertRanks, Experts
 from .files import FlatRange
-from .geometry import Groups, concatenate_parameters, elements_per_rank, partition_parameters, split_into_subgroups
+from .geometry import Groups, elements_per_rank, partition_parameters, split_into_subgroups
+from .write_experts import local_groups, plan_experts, refuse_experts, refuse_pipeline
 
 __all__ = ["prepare", "write_stage"]
 
@@ -44,10 +46,17 @@ def write_stage(ckpt: Checkpoint, source: Source, options: WriteOptions, stage: 
         UsageError: no world size was given and the source has none.
         Unsupported: DeepSpeed cannot hold the state.
     """
+    refuse_pipeline(ckpt)
     world = options.ranks(ckpt)
     state = split_training_state(ckpt, source, options.like and options.like.optimizer)
     tensors = {n: replace(t, dtype=options.cast(f"model.{n}", t.dtype)) for n, t in state.tensors.items()}
-    plan = dw.SavePlan(state, tensors, stage, options, options.of(ZeroOptions), ckpt)
+    own = options.of(ZeroOptions)
+    plan = dw.SavePlan(state, tensors, stage, options, own, ckpt)
+    if stage == 3:
+        refuse_experts(state, own.expert_parallel, "ZeRO-3")
+        experts, replicas = Experts(ExpertRanks(world, False), {}, [], {}), list[int]()
+    else:
+        experts, replicas = plan_experts(plan, world, own.expert_parallel)
     named = [{n: tensors[n].shape for n in g.params} for g in state.groups]
     if stage == 3:
         split = [split_into_subgroups(g, world, plan.sub_group_size) for g in named]
@@ -57,8 +66,9 @@ def write_stage(ckpt: Checkpoint, source: Source, options: WriteOptions, stage: 
     numbers = iter(range(len(groups)))
     ids = [[next(numbers) for _ in parts] for parts in split]
     files = TorchFiles()
-    out = _Optimizers(plan, groups, world)
-    models = dw.ModelStateFiles(plan, groups, world)
+    local = groups if stage == 3 else local_groups(experts, groups, replicas)
+    out = _Optimizers(plan, groups, world, experts, local, replicas)
+    models = dw.ModelStateFiles(plan, groups, world, local)
     models.add(files, each_rank=stage == 3)
     out.add(files, ids)
     files.literal("latest", plan.tag.encode())
@@ -69,15 +79,21 @@ def write_stage(ckpt: Checkpoint, source: Source, options: WriteOptions, stage: 
 class _Optimizers:
     """The optimizer files: flat tensors of masters, then of every slot, the same record by record on all ranks."""
 
-    def __init__(self, plan: dw.SavePlan, groups: Groups, world: int) -> None:
+    def __init__(
+        self, plan: dw.SavePlan, groups: Groups, world: int, experts: Experts, local: Groups, replicas: list[int]
+    ) -> None:
         """Lay out the flat tensors of all ranks.
 
         Args:
             plan: what all files of the save have in common.
             groups: [{name: shape}], the parameters in each flat tensor.
             world: the number of ranks.
+            experts: which rank has which expert.
+            local: the parameters as each rank has them.
+            replicas: over how many ranks each flat tensor of stages 1 and 2 is partitioned.
         """
         self.plan, self.groups, self.world, self.stage = plan, groups, world, plan.stage
+        self.experts, self.local, self.replicas = experts, local, replicas
         stage = plan.stage
         self.dropped: list[Dropped] = []
         self.tensors: dict[str, TensorEntry] = {}
@@ -85,8 +101,8 @@ class _Optimizers:
         if stage == 3:
             self.flats, self.parts = partition_parameters(groups, world)
         else:
-            self.parts = [elements_per_rank(sum(map(prod, g.values())), world) for g in groups]
-            self.flats = concatenate_parameters(groups, self.parts)
+            self.parts = [elements_per_rank(self._raw_numel(g), n) for g, n in enumerate(replicas)]
+            self.flats = experts.place(local, self.parts, None, replicas)
         # (group, slot or None for the masters, dtype); the order of the records in every file
         self.columns: list[tuple[int, str | None, str]] = [
             (g, None, plan.common_dtype([plan.tensors[n].dtype for n in group])) for g, group in enumerate(groups)
@@ -111,11 +127,12 @@ class _Optimizers:
         g, slot, _ = column
         if self.stage == 3 or slot is not None:
             return self.parts[g]
-        return max(0, min(self.parts[g], self._raw_numel(g) - rank * self.parts[g]))
+        part = self.experts.ranks.split(rank, self.replicas[g])[1]
+        return max(0, min(self.parts[g], self._raw_numel(g) - part * self.parts[g]))
 
     def _raw_numel(self, g: int) -> int:
-        """Return the number of elements of the parameters in group `g`, without padding."""
-        return sum(map(prod, self.groups[g].values()))
+        """Return the number of elements of the parameters in group `g` that a rank has, without padding."""
+        return sum(map(prod, self.local[g].values()))
 
     def add(self, files: TorchFiles, ids: list[list[int]]) -> None:
         """Add the optimizer files of all ranks, and the places of the tensors in them.
@@ -164,19 +181,19 @@ class _Optimizers:
                 base_optimizer_state=base,
                 single_partition_of_fp32_groups=masters,
                 group_paddings=[self.parts[g] - self.numel_of(rank, (g, None, "")) for g in range(len(self.groups))],
-                param_alignment_paddings=[[0] * len(g) for g in self.groups],
-                partition_count=[self.world] * len(self.groups),
+                param_alignment_paddings=[[0] * len(g) for g in self.local],
+                partition_count=self.replicas,
                 ds_version=dw.DS_VERSION,
-                param_slice_mappings=[self._slice_mappings(rank, group) for group in self.groups],
+                param_slice_mappings=[self._slice_mappings(rank, g) for g in range(len(self.groups))],
             )
         return {"optimizer_state_dict": out, "ds_config": self.plan.ds_config, "ds_version": dw.DS_VERSION}
 
-    def _slice_mappings(self, rank: int, group: dict[str, tuple[int, ...]]) -> dict[str, object]:
-        """Return param_slice_mappings of a group, {name: shape} of its parameters: {name: address to be pickled} of the
-        part of each parameter in a rank's flat tensor. Parameters of which the rank has no part are left out."""
+    def _slice_mappings(self, rank: int, g: int) -> dict[str, object]:
+        """Return param_slice_mappings of group `g`: {name on the rank: address to be pickled} of the part of each
+        parameter in a rank's flat tensor. Parameters of which the rank has no part are left out."""
         return {
-            n: dw.pickled_fragment(last - first, at)
-            for n in group
+            self.experts.local_name(n, self.world // self.replicas[g])[1]: dw.pickled_fragment(last - first, at)
+            for n in self.groups[g]
             for r, first, last, at in self.flats[n].parts
             if r == rank
         }

@@ -49,9 +49,11 @@ from ckpttool.program import Advice, ForTrainer, Program, StateFile
 
 from ..options import ZeroOptions
 from . import files as ds
+from .experts import EXPERT_NAME, ExpertRanks, Experts, read_expert_files, read_stage0_experts
 from .files import File, FlatRange
-from .geometry import FlatPlace, Groups, concatenate_parameters, elements_per_rank, partition_parameters
+from .geometry import FlatPlace, Groups, elements_per_rank, partition_parameters
 from .module_state import DERIVED, SaveReader
+from .pipeline import is_pipeline, load_stages
 from .tensor_parallel import read_tensor_ranks
 
 __all__ = ["LAYOUTS"]
@@ -90,6 +92,9 @@ def _read(where: Place, options: ReadOptions) -> Checkpoint:
         Unsupported: the save is of ranks whose parts nothing tells how to join, or has its optimizer state on NVMe.
         UsageError: there are several saves, and none is named.
     """
+    reading = SaveReader(where, options)
+    if is_pipeline(reading.save):
+        return _read_pipeline(reading)
     return read_tensor_ranks(where, options, _read_rank)
 
 
@@ -98,9 +103,14 @@ def _read_rank(reading: SaveReader, models: list[File]) -> Checkpoint:
     if not reading.save.files(ds.MODEL, 1):
         return _read_stage3(reading, models)
     (model,) = models
+    experts = read_expert_files(reading, model)
     if reading.save.files(ds.OPTIM, 2) or model.tree.get("param_shapes") is not None:  # at stage 0 there are none
-        return _read_stage12(reading, model)
-    return _read_stage0(reading, model)
+        return _read_stage12(reading, model, experts)
+    return (
+        read_stage0_experts(reading, model, experts)
+        if experts.counts or experts.stacked
+        else _read_stage0(reading, model)
+    )
 
 
 class _Optim(NamedTuple):
@@ -114,7 +124,9 @@ class _Optim(NamedTuple):
     groups: list[dict[str, Any]] | None
 
 
-def _load_optimizer_files(reading: SaveReader, world: int, flats: str, base: str, count: int) -> list[_Optim]:
+def _load_optimizer_files(
+    reading: SaveReader, world: int, flats: str, base: str, count: int, experts: Experts | None = None
+) -> list[_Optim]:
     """Load the optimizer files, in the order of the ranks, each checked by itself and against that of rank 0.
 
     Args:
@@ -123,6 +135,7 @@ def _load_optimizer_files(reading: SaveReader, world: int, flats: str, base: str
         flats: the key of the masters.
         base: the key of the state of the base optimizer.
         count: the number of flat tensors that param_shapes says.
+        experts: the experts that have files of their own, which are partitioned over fewer ranks; None: there are none.
 
     Raises:
         Corrupt: a file is missing, or contradicts the others or param_shapes.
@@ -137,7 +150,9 @@ def _load_optimizer_files(reading: SaveReader, world: int, flats: str, base: str
                 f"{f.what}: experts are partitioned over other ranks than the rest (AutoEP).", code="CKPT0325"
             )
         stated = f.get("partition_count", (int, list), whole)
-        if stated not in (world, [world] * count):
+        if stated not in (world, [world] * count) and (
+            not (experts and (experts.counts or experts.stacked)) or (out and stated != out[0].whole["partition_count"])
+        ):
             raise Corrupt(
                 f"{f.what}: partition_count is {short(stated)}, the save is of {world} ranks. The files are of "
                 "different saves.",
@@ -359,9 +374,9 @@ def _read_stage3(reading: SaveReader, models: list[File]) -> Checkpoint:
     return reading.build_checkpoint("zero3", world)
 
 
-def _read_stage12(reading: SaveReader, model: File) -> Checkpoint:
+def _read_stage12(reading: SaveReader, model: File, experts: Experts) -> Checkpoint:
     """Read a save of stage 1 or 2, whose ranks have a range of every param group, and return its index. `model` is its
-    only model file.
+    only model file; `experts` are those with files of their own.
 
     Raises:
         Corrupt: files are missing, or contradict one another.
@@ -369,21 +384,81 @@ def _read_stage12(reading: SaveReader, model: File) -> Checkpoint:
     world = model.get("dp_world_size", int)
     if world < 1 or world > 1 << 20:
         raise Corrupt(f"{model.what}: dp_world_size is {world}.", code="CKPT0406")
-    shapes = ds.param_shapes(model)
     lost = world - len(reading.save.files(ds.OPTIM, 2))
     if lost > 0 and reading.options.salvage:
         return _without_optimizer(reading, model, world, lost)
+    stage = _add_stage12(reading, model, experts)[0]
+    reading.add_model_state([model])
+    return reading.build_checkpoint(f"zero{stage}", world)
+
+
+def _read_pipeline(reading: SaveReader) -> Checkpoint:
+    """Read a save of a pipeline, each stage of which is a job of ZeRO-1 with the parameters of its layers, and return
+    its index.
+
+    Raises:
+        Corrupt: files are missing, or contradict one another.
+        Unsupported: it is without ZeRO, or its stages have other param groups.
+    """
+    stages = load_stages(reading)
+    whole, members, first = reading.save, list[list[str]](), None
+    known: list[Any] = []
+    twice: list[str] = []
+    for model, save in stages:
+        reading.save = save
+        before = dict(reading.masters), dict(reading.optim)
+        _, own, optim = _add_stage12(
+            reading, model, Experts(ExpertRanks(model.get("dp_world_size", int), False), {}, [], {})
+        )
+        twice += [n for g in own for n in g if n in before[0]]
+        reading.masters.update(before[0])  # tied layers: those of the first stage
+        reading.optim.update(before[1])
+        groups = [{k: v for k, v in g.items() if k != "params"} for g in optim.groups or [{} for _ in own]]
+        if first is None:
+            first, known, members = optim, groups, [[] for _ in own]
+        if not ds.equal_values(known, groups):
+            raise Unsupported(
+                f"{optim.file.what}: param_groups differ from those of the first stage, so they are not the same "
+                "groups of the whole model.",
+                code="CKPT0325",
+            )
+        members = [a + [n for n in b if n not in twice] for a, b in zip(members, own, strict=True)]
+    reading.save = whole
+    assert first is not None
+    reading.add_model_state([model for model, _ in stages])
+    reading.tensor_ranks = len(stages)  # files are numbered as theirs are
+    numbered = [{**g, "params": [k]} for k, g in enumerate(known)]
+    reading.add_param_groups(first.file, numbered, members)
+    if twice:
+        reading.notes.append(
+            f"{len(twice)} weights of tied layers are on several stages, first {twice[0]}: those of the first are read"
+        )
+    return reading.build_checkpoint("zero1", len(stages) * stages[0].model.get("dp_world_size", int))
+
+
+def _add_stage12(reading: SaveReader, model: File, experts: Experts) -> tuple[int, list[list[str]], _Optim]:
+    """Add the masters and the optimizer of a save of stage 1 or 2; return (its stage, the parameters of each group, the
+    optimizer file of rank 0). The arguments are those of `_read_stage12`.
+
+    Raises:
+        Corrupt: files are missing, or contradict one another.
+    """
+    world, shapes = experts.ranks.world, ds.param_shapes(model)
     optims = _load_optimizer_files(
-        reading, world, "single_partition_of_fp32_groups", "base_optimizer_state", len(shapes)
+        reading, world, "single_partition_of_fp32_groups", "base_optimizer_state", len(shapes), experts
     )
-    parts, paddings = _part_sizes(optims, shapes)
-    flats = concatenate_parameters(shapes, parts, paddings)
+    replicas = experts.check_groups(optims[0].file.what, shapes, optims[0].whole["partition_count"])
+    parts, paddings = _part_sizes(optims, shapes, replicas)
+    flats = experts.place(shapes, parts, paddings, replicas)
+    if experts.counts or experts.stacked:
+        _check_places(optims, flats, experts, replicas)
     raw = [sum(map(prod, s.values())) + sum(paddings[g]) for g, s in enumerate(shapes)]
 
     def lengths(rank: int, g: int) -> set[int]:
         """Return the lengths that a flat tensor of a rank may have: with the padding at the end of the group, and
         without."""
-        return {parts[g], max(0, min(parts[g], raw[g] - rank * parts[g]))}
+        part = experts.ranks.split(rank, replicas[g])[1]
+        return {parts[g], max(0, min(parts[g], raw[g] - part * parts[g]))}
 
     for rank, o in enumerate(optims):
         for g, t in enumerate(o.masters):
@@ -395,13 +470,14 @@ def _read_stage12(reading: SaveReader, model: File) -> Checkpoint:
                     code="CKPT0409",
                 )
     _add_masters(reading, optims, flats)
-    reading.add_model_state([model])
-    _add_optimizer(
-        reading, optims, flats, [_members_in_order(reading, optims, g, list(s)) for g, s in enumerate(shapes)], lengths
-    )
+    members = [
+        experts.members(_members_in_order(reading, optims, g, list(s), model.get("module", dict)), world // replicas[g])
+        for g, s in enumerate(shapes)
+    ]
+    _add_optimizer(reading, optims, flats, members, lengths)
     # BF16_Optimizer states no stage; it is what stage 1 is with fp32 gradients
     stage = optims[0].whole.get("zero_stage", 1)
-    return reading.build_checkpoint(f"zero{stage if stage in (1, 2) else 1}", world)
+    return stage if stage in (1, 2) else 1, members, optims[0]
 
 
 def _without_optimizer(reading: SaveReader, model: File, world: int, lost: int) -> Checkpoint:
@@ -418,14 +494,18 @@ def _without_optimizer(reading: SaveReader, model: File, world: int, lost: int) 
     trained = {n for group in ds.param_shapes(model) for n in group}
     trained |= {alias for alias, owner in ds.tied_names([model]).items() if owner in trained}
     for name, t in out.tensors.items():
-        if t.path[0] == "model" and t.path[1] in trained and t.dtype in ("bfloat16", "float16"):
+        # of experts, param_shapes has those of rank 0
+        local = EXPERT_NAME.sub(r"\1.0.\3", str(t.path[-1]))
+        if t.path[0] == "model" and local in trained and t.dtype in ("bfloat16", "float16"):
             out.salvage.rebuilt[name] = f"the {t.dtype} weight that the engine computes with; its fp32 master is lost"
     return out
 
 
-def _members_in_order(reading: SaveReader, optims: list[_Optim], g: int, shapes: list[str]) -> list[str]:
+def _members_in_order(
+    reading: SaveReader, optims: list[_Optim], g: int, shapes: list[str], module: dict[str, Any]
+) -> list[str]:
     """Return the parameters of group `g` in the order of the optimizer, with a note if that is not the order of
-    `shapes`, the names in param_shapes.
+    `shapes`, the names in param_shapes; `module` has those of the model, in its order.
 
     round_robin_gradients shuffles them in the flat tensor, and param_shapes with them; param_slice_mappings keep the
     order the optimizer was given, which is what the next engine will have.
@@ -444,20 +524,43 @@ def _members_in_order(reading: SaveReader, optims: list[_Optim], g: int, shapes:
         f"the parameters of group {g} lie shuffled (round_robin_gradients); their order is taken from "
         + ("param_slice_mappings" if known else "the module")
     )
-    return list(listed) if known else [n for n in reading.model if n in set(shapes)]
+    return list(listed) if known else [n for n in module if n in set(shapes)]
 
 
-def _part_sizes(optims: list[_Optim], shapes: Groups) -> tuple[list[int], list[list[int]]]:
+def _check_places(optims: list[_Optim], flats: dict[str, FlatPlace], experts: Experts, replicas: list[int]) -> None:
+    """Check that each rank has the parts of experts that follow from its number, by the addresses in
+    param_slice_mappings, which round_robin_gradients makes wrong.
+
+    Raises:
+        Corrupt: it lists others.
+    """
+    if ds.zero_setting(optims[0].file.tree.get("ds_config"), "round_robin_gradients"):
+        return
+    for rank, o in enumerate(optims):
+        found = o.whole.get("param_slice_mappings")
+        for g, size in enumerate(len(optims) // n for n in replicas):
+            own = found[g] if isinstance(found, list) and len(found) > g else None
+            expert_rank = experts.ranks.split(rank, replicas[g])[0]
+            there = {n for n, p in flats.items() if p.group == g and any(r == rank for r, *_ in p.parts)}
+            if isinstance(own, dict) and {experts.global_name(n, expert_rank, size) for n in own} != there:
+                raise Corrupt(
+                    f"{o.file.what}: rank {rank} lists other parts of flat tensor {g} than those of expert parallel "
+                    f"rank {expert_rank} of {size}. The files were exchanged, or are of different saves.",
+                    code="CKPT0409",
+                )
+
+
+def _part_sizes(optims: list[_Optim], shapes: Groups, replicas: list[int]) -> tuple[list[int], list[list[int]]]:
     """Return ([elements of a rank's part] by group, [elements of padding after each parameter] by group).
 
     Args:
         optims: the optimizer file of each rank.
         shapes: [{name: shape}], the parameters in each group.
+        replicas: over how many ranks each group is partitioned.
 
     Raises:
         Corrupt: the parts are too long for the parameters, or the paddings are of another form or differ between ranks.
     """
-    world = len(optims)
     whole = optims[0].whole
     key = "param_alignment_paddings"
     stated = whole.get(key) or [[0] * len(s) for s in shapes]
@@ -472,7 +575,7 @@ def _part_sizes(optims: list[_Optim], shapes: Groups) -> tuple[list[int], list[l
     parts = []
     for g, group in enumerate(shapes):
         raw = sum(map(prod, group.values())) + sum(stated[g])
-        part = elements_per_rank(raw, world)
+        part = elements_per_rank(raw, replicas[g])
         have = max(o.masters[g].shape[0] for o in optims)
         if have > part:
             raise Corrupt(
@@ -634,8 +737,11 @@ _ROWS_2 = {
     "layouts": (
         (
             "**zero2**, **zero1**",
-            "stages 2, 1 and 0: padding, round-robin gradients, `elastic_checkpoint`, `BF16_Optimizer`, AutoTP",
-            "the same for stages 2 and 1",
+            (
+                "stages 2, 1 and 0: padding, round-robin gradients, `elastic_checkpoint`, `BF16_Optimizer`, AutoTP, "
+                "experts of MoE layers; AutoEP; pipelines at stage 1"
+            ),
+            "the same for stages 2 and 1, MoE layers at any expert parallel size",
         ),
     ),
 }

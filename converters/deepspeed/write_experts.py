@@ -1,0 +1,171 @@
+"""Where the experts of DeepSpeed's MoE layers go when zero1 and zero2 are written (deepspeed/experts.py describes the
+files), and what no layout of DeepSpeed's is written for."""
+
+from __future__ import annotations
+
+from ckpttool.engine.flat.split_state import Training
+from ckpttool.errors import Unsupported, UsageError, argument
+from ckpttool.index.checkpoint import Checkpoint
+
+from .experts import EXPERT_NAME, GROUP_NAME, ExpertRanks, Experts
+from .files import LAYER
+from .geometry import Groups
+from .write_common import SavePlan
+
+__all__ = ["local_groups", "plan_experts", "refuse_experts", "refuse_pipeline"]
+
+
+def refuse_pipeline(ckpt: Checkpoint) -> None:
+    """Refuse a save of a pipeline, whose engine loads weights by layer and the optimizer by stage.
+
+    Raises:
+        Unsupported: it is one.
+    """
+    if any(LAYER.fullmatch(n.rpartition("/")[2]) for n in ckpt.files):
+        raise Unsupported(
+            "the source is a pipeline of DeepSpeed, whose engine would not load a save of one model: it asks for files "
+            "of layers, and for the optimizer of the layers that the job gives each stage. ckpttool does not write "
+            "these; dcp, full and hf keep the state under the names of the layers.",
+            code="CKPT0316",
+        )
+
+
+def refuse_experts(state: Training, asked: int | None, layout: str) -> None:
+    """Refuse a state with experts of DeepSpeed's MoE layers, and an expert parallel size, for a layout without them.
+
+    Args:
+        state: the state to write.
+        asked: the expert parallel size that the user gave; None: none.
+        layout: what is to be written.
+
+    Raises:
+        Unsupported: it has such experts.
+        UsageError: a size was given.
+    """
+    if name := next((n for n in state.tensors if EXPERT_NAME.fullmatch(n)), None):
+        raise Unsupported(
+            f'"{name}" is of an expert of one of DeepSpeed\'s MoE layers, and {layout} has no place for experts on '
+            "several ranks. Write zero1 or zero2.",
+            code="CKPT0316",
+        )
+    if asked is not None:
+        raise UsageError(f"{argument('expert_parallel', asked)} is for zero1 and zero2.", code="CKPT0203")
+
+
+def plan_experts(plan: SavePlan, world: int, asked: int | None) -> tuple[Experts, list[int]]:
+    """Return (which rank has which expert; over how many ranks each param group is partitioned), and change the names
+    of the groups of experts, by which an engine finds its ranks.
+
+    Args:
+        plan: what all files of the save have in common.
+        world: the number of ranks.
+        asked: the expert parallel size; None: that of the source, or 1.
+
+    Raises:
+        Unsupported: DeepSpeed cannot train the experts so.
+        UsageError: the size does not divide the ranks or the experts.
+    """
+    state = plan.state
+    counts: dict[str, int] = {}
+    names = [n for n in state.tensors if EXPERT_NAME.fullmatch(n)]
+    for name in names:
+        if m := EXPERT_NAME.fullmatch(name):
+            counts[m[1]] = max(counts.get(m[1], 0), int(m[2]) + 1)
+    experts = Experts(ExpertRanks(world, plan.data_first), counts, names, {})
+    if stack := next((n for g in state.groups if g.options.get("moe") for n in g.params if n not in set(names)), None):
+        raise Unsupported(
+            f'"{stack}" is a stack of experts, as AutoEP trains them, and no engine would find it in what is written: '
+            "ckpttool does not write files of AutoEP. The state can be written as dcp, full or hf.",
+            code="CKPT0316",
+        )
+    if not counts:
+        refuse_experts(state, asked, "a model without experts")
+        return experts, [world] * len(state.groups)
+    _refuse_unusual(plan, counts, names)
+    plan.rest["num_experts"] = list(counts.values())
+    replicas = []
+    for g, group in enumerate(state.groups):
+        of_experts = [n for n in group.params if EXPERT_NAME.fullmatch(n)]
+        if not of_experts:
+            replicas.append(world)
+            continue
+        if len(of_experts) != len(group.params):
+            raise Unsupported(
+                f'param group {g} has "{of_experts[0]}", which is an expert\'s, and weights that are not. DeepSpeed '
+                "trains them in groups of their own (configure_moe_param_groups).",
+                code="CKPT0316",
+            )
+        known = GROUP_NAME.fullmatch(str(group.options.get("name")))
+        size = asked or (int(known[1]) if known else 1)
+        if world % size or any(n % size for n in counts.values()):
+            raise UsageError(
+                f"{argument('expert_parallel', size)} for {world} ranks and layers of "
+                f"{', '.join(map(str, sorted(set(counts.values()))))} experts; it must divide both.",
+                code="CKPT0203",
+            )
+        group.options.update(moe=True, name=f"ep_size_{size}")
+        replicas.append(world // size)
+    before = {
+        n.data for k, n in plan.ckpt.values.items() if k.startswith("optim.param_groups.") and k.endswith(".name")
+    }
+    after = {g.options.get("name") for g in state.groups}
+    if new := sorted(str(n) for n in after - before):
+        plan.about_groups = f"groups of experts have the name of their ranks, {', '.join(new)}"
+    return experts, replicas
+
+
+def _refuse_unusual(plan: SavePlan, counts: dict[str, int], names: list[str]) -> None:
+    """Refuse experts that an engine of DeepSpeed would not get back as they are.
+
+    Args:
+        counts: {layer: number of experts}.
+        names: what the experts have.
+
+    Raises:
+        Unsupported: some are missing, tied, or frozen at stage 2.
+    """
+    state, there = plan.state, set(names)
+    for name in names:
+        m = EXPERT_NAME.fullmatch(name)
+        lost = [e for e in range(counts[m[1]]) if f"{m[1]}.{e}.{m[3]}" not in there] if m else []
+        if m and lost:
+            raise Unsupported(
+                f'expert {lost[0]} of "{m[1]}" has no "{m[3]}", and others have. All experts of a layer are copies of '
+                "one module.",
+                code="CKPT0316",
+            )
+    if tied := next((n for kv in state.tied.items() for n in kv if n in there), None):
+        raise Unsupported(f'"{tied}" is tied to another weight, which files of experts cannot say.', code="CKPT0316")
+    if plan.stage == 2 and (frozen := next((n for n in state.frozen if n in there), None)):
+        raise Unsupported(
+            f'"{frozen}" is frozen, and an engine of stage 2 loads the frozen experts of rank 0 on every rank. Write '
+            "zero1.",
+            code="CKPT0316",
+        )
+
+
+def local_groups(experts: Experts, groups: Groups, replicas: list[int]) -> Groups:
+    """Return [{name on a rank: shape}], the parameters of each param group as each rank has them.
+
+    Args:
+        groups: the same of the whole model.
+        replicas: over how many ranks each group is partitioned.
+
+    Raises:
+        Unsupported: expert parallel ranks would have different ones, or in another order.
+    """
+    out: Groups = []
+    for g, group in enumerate(groups):
+        size = experts.ranks.world // replicas[g]
+        found: list[list[tuple[str, tuple[int, ...]]]] = [[] for _ in range(size)]
+        for name, shape in group.items():
+            rank, local = experts.local_name(name, size)
+            found[rank].append((local, shape))
+        if odd := next((r for r, own in enumerate(found) if own != found[0]), None):
+            raise Unsupported(
+                f"param group {g} has other experts' parameters for expert parallel rank {odd} than for rank 0, or in "
+                "another order. DeepSpeed trains the same of every expert of a layer.",
+                code="CKPT0316",
+            )
+        out.append(dict(found[0]))
+    return out

@@ -1,0 +1,235 @@
+"""DeepSpeed with experts in files of their own, and pipelines: saves of real jobs (fixtures/deepspeed_jobs.py)."""
+
+from __future__ import annotations
+
+import json
+import lzma
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tarfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from commands import ckpttool_here
+from peers import FIXTURES, load_full
+
+import ckpttool
+from ckpttool.errors import Corrupt, Unsupported, UsageError
+from fixtures.deepspeed_jobs import digest
+
+SAVES = ["moe_z1_ep2_w2", "moe_z2_ep2_w4", "moe_z0_ep2_w2", "autoep_z2_ep2_w4", "pipeline_z1_pp2_w4"]
+
+
+@pytest.fixture(scope="module")
+def saves(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("deepspeed")
+    for archive in sorted((FIXTURES / "deepspeed").glob("*.tar.xz")):
+        with lzma.open(archive) as f, tarfile.open(fileobj=f) as tar:
+            tar.extractall(folder, filter="data")
+    return folder
+
+
+def truth_of(folder: Path) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads((folder / "truth.json").read_text())
+    return found
+
+
+def assert_like_the_ranks(path: Path, digests: dict[str, str]) -> None:
+    """What live ranks had is what is read, and nothing else is but counters, buffers and what has no state."""
+    with ckpttool.open(path) as opened:
+        found = {n: digest(opened[n].torch().clone()) for n in digests}
+        rest = {n for n in opened if n not in digests and not n.endswith(".step")}
+    assert found == digests
+    assert all(re.search(r"\.(scale|factor|gate\.gate\.weight)$", n) for n in rest), rest
+
+
+@pytest.mark.parametrize("name", SAVES)
+def test_a_save_has_the_weights_and_moments_of_the_live_ranks(name: str, saves: Path) -> None:
+    assert_like_the_ranks(saves / name / "ck", truth_of(saves / name)["digests"])
+
+
+@pytest.mark.parametrize(
+    ("name", "to", "world", "size", "names"),
+    [
+        ("moe_z1_ep2_w2", "zero2", 4, 4, ["ep_size_4"]),
+        ("moe_z1_ep2_w2", "zero1", 3, 1, ["ep_size_1"]),
+        ("moe_z2_ep2_w4", "zero1", 8, 2, ["ep_size_2", "ep_size_2"]),
+        ("moe_z0_ep2_w2", "zero2", 2, 1, ["ep_size_1", "ep_size_1"]),
+    ],
+)
+def test_experts_are_written_for_any_number_of_expert_parallel_ranks(
+    name: str, to: str, world: int, size: int, names: list[str], saves: Path, tmp_path: Path
+) -> None:
+    out = tmp_path / "out"
+    ckpttool.convert(
+        saves / name / "ck", out, to=to, world_size=world, options=ckpttool.ZeroOptions(expert_parallel=size)
+    )
+    assert_like_the_ranks(out, truth_of(saves / name)["digests"])
+    step = out / "global_step3"
+    assert len(list(step.glob("layer_?_expert_?_mp_rank_00_model_states.pt"))) == 8
+    rank = "bf16_" * (name != "moe_z1_ep2_w2") + f"zero_pp_rank_{world - 1}_mp_rank_00_optim_states.pt"
+    state = torch.load(step / rank, weights_only=False)["optimizer_state_dict"]
+    groups = state["base_optimizer_state"]["param_groups"]
+    assert [g["name"] for g in groups if g.get("moe")] == names
+    assert state["partition_count"] == [world // size if g.get("moe") else world for g in groups]
+    # on a rank, experts are numbered from 0
+    numbers = {int(m[1]) for g in state["param_slice_mappings"] for n in g if (m := re.search(r"experts\.(\d+)\.", n))}
+    assert numbers <= set(range(4 // size))
+
+
+def test_experts_go_through_other_layouts_and_back(saves: Path, tmp_path: Path) -> None:
+    source = saves / "moe_z2_ep2_w4" / "ck"
+    ckpttool.convert(source, tmp_path / "dcp", to="dcp", world_size=3)
+    ckpttool.convert(tmp_path / "dcp", tmp_path / "back", to="zero2", world_size=4)
+    with ckpttool.open(tmp_path / "back") as a, ckpttool.open(source) as b:
+        assert a.checkpoint.values == b.checkpoint.values
+    assert_like_the_ranks(tmp_path / "back", truth_of(saves / "moe_z2_ep2_w4")["digests"])
+    for rank in range(4):
+        file = f"global_step3/bf16_zero_pp_rank_{rank}_mp_rank_00_optim_states.pt"
+        a, b = (torch.load(p / file, weights_only=False)["optimizer_state_dict"] for p in (source, tmp_path / "back"))
+        key = "single_partition_of_fp32_groups"
+        assert all(map(torch.equal, a[key], b[key]))
+        assert a["partition_count"] == b["partition_count"] == [4, 4, 2, 2]
+        mine, theirs = ([{n: vars(x) for n, x in g.items()} for g in s["param_slice_mappings"]] for s in (a, b))
+        assert mine == theirs
+
+
+@pytest.mark.parametrize("name", SAVES)
+def test_every_save_is_one_torch_file(name: str, saves: Path, tmp_path: Path) -> None:
+    ckpttool.convert(saves / name / "ck", tmp_path / "all.pt", to="full")
+    tree = load_full(tmp_path / "all.pt")
+    found = {f"model.{n}": digest(t) for n, t in tree["model"].items()}
+    for fqn, slots in tree["optim"]["state"].items():
+        found.update({f"optim.state.{fqn}.{slot}": digest(t) for slot, t in slots.items()})
+    digests = truth_of(saves / name)["digests"]
+    assert {n: found[n] for n in digests} == digests
+
+
+REFUSED: dict[str, tuple[str, str, dict[str, Any], type[Exception], str]] = {
+    "stage 3": ("moe_z1_ep2_w2", "zero3", {}, Unsupported, "Write zero1 or zero2"),
+    "universal": ("moe_z1_ep2_w2", "universal", {}, Unsupported, "has no place for experts"),
+    "three of four experts": ("moe_z1_ep2_w2", "zero1", {"expert_parallel": 3}, UsageError, "must divide both"),
+    "AutoEP": ("autoep_z2_ep2_w4", "zero2", {}, Unsupported, "does not write files of AutoEP"),
+    "a pipeline": ("pipeline_z1_pp2_w4", "zero1", {}, Unsupported, "asks for files of layers"),
+    "a pipeline, universal": ("pipeline_z1_pp2_w4", "universal", {}, Unsupported, "asks for files of layers"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_no_engine_would_load_is_not_written(case: str, saves: Path, tmp_path: Path) -> None:
+    name, to, own, error, text = REFUSED[case]
+    kind = ckpttool.UniversalOptions if to == "universal" else ckpttool.ZeroOptions
+    how = {} if to == "universal" else {"world_size": 3}
+    with pytest.raises(error, match=text):
+        ckpttool.convert(saves / name / "ck", tmp_path / "out", to=to, options=kind(**own), **how)
+    assert not (tmp_path / "out").exists()
+
+
+def _exchange(a: str, b: str) -> Callable[[Path], None]:
+    def change(folder: Path) -> None:
+        first, second = folder / a, folder / b
+        data = first.read_bytes()
+        first.write_bytes(second.read_bytes())
+        second.write_bytes(data)
+
+    return change
+
+
+def _remove(name: str) -> Callable[[Path], None]:
+    return lambda folder: (folder / name).unlink()
+
+
+def _rename(name: str, to: str) -> Callable[[Path], None]:
+    def change(folder: Path) -> None:
+        (folder / name).rename(folder / to)
+
+    return change
+
+
+def _edit(name: str, change: Callable[[dict[str, Any]], Any]) -> Callable[[Path], None]:
+    def edit(folder: Path) -> None:
+        tree = torch.load(folder / name, weights_only=False)
+        change(tree)
+        torch.save(tree, folder / name)
+
+    return edit
+
+
+EXPERT = "layer_{}_expert_{}_mp_rank_00_model_states.pt"
+MODEL = "mp_rank_00_model_states.pt"
+DAMAGE: dict[str, tuple[str, Callable[[Path], None], str]] = {
+    "a lost expert": ("moe_z1_ep2_w2", _remove(EXPERT.format(1, 2)), "layer_1_expert_2_mp_rank_00"),
+    "a fifth expert": ("moe_z1_ep2_w2", _rename(EXPERT.format(0, 3), EXPERT.format(0, 4)), "layer_0_expert_3"),
+    "experts exchanged": ("moe_z1_ep2_w2", _exchange(EXPERT.format(0, 1), EXPERT.format(0, 2)), "was saved under the name"),
+    "layers exchanged": ("moe_z1_ep2_w2", _exchange(EXPERT.format(0, 1), EXPERT.format(1, 1)), "was saved under the name"),
+    "a third layer": ("moe_z1_ep2_w2", _edit(MODEL, lambda t: t.update(num_experts=[4])), "num_experts says 1"),
+    "ranks exchanged": (
+        "moe_z2_ep2_w4",
+        _exchange("bf16_zero_pp_rank_1_mp_rank_00_optim_states.pt", "bf16_zero_pp_rank_2_mp_rank_00_optim_states.pt"),
+        "was saved under the name",
+    ),
+    "the other order of ranks": (
+        "moe_z2_ep2_w4",
+        _edit(MODEL, lambda t: t["ds_config"].update(use_data_before_expert_parallelism=True)),
+        "lists other parts",
+    ),
+    "a lost optimizer of experts": ("moe_z0_ep2_w2", _remove("expp_rank_1_mp_rank_00_optim_states.pt"), "expp_rank_0"),
+    "an optimizer without ZeRO beside one with": (
+        "moe_z1_ep2_w2",
+        lambda folder: torch.save({"optimizer": {"state": {}}}, folder / "expp_rank_0_mp_rank_00_optim_states.pt"),
+        "It is of another save",
+    ),
+    "a tensor parallel expert": (
+        "moe_z1_ep2_w2", _rename(EXPERT.format(0, 0), "layer_0_expert_0_mp_rank_01_model_states.pt"), "parallel rank 1",
+    ),
+    "a lost layer": ("pipeline_z1_pp2_w4", _remove("layer_03-model_states.pt"), "layer_03"),
+    "a lost stage": ("pipeline_z1_pp2_w4", _remove("mp_rank_01_model_states.pt"), "mp_world_size is 2"),
+    "a tensor parallel layer": (
+        "pipeline_z1_pp2_w4", _rename("layer_03-model_states.pt", "layer_03-model_01-model_states.pt"), "parallel rank 1",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", DAMAGE)
+def test_a_damaged_save_is_refused_with_the_file(case: str, saves: Path, tmp_path: Path) -> None:
+    name, change, text = DAMAGE[case]
+    shutil.copytree(saves / name / "ck", tmp_path / "ck")
+    change(tmp_path / "ck" / "global_step3")
+    with pytest.raises((Corrupt, Unsupported), match=re.escape(text)):
+        ckpttool.open(tmp_path / "ck").close()
+
+
+def test_the_weights_of_a_save_without_zero_are_read_alone(saves: Path) -> None:
+    with ckpttool.open(saves / "moe_z0_ep2_w2" / "ck", only=["model"]) as opened:
+        assert {n.partition(".")[0] for n in opened} == {"model"}
+
+
+def test_inspect_says_what_a_pipeline_has_twice(saves: Path) -> None:
+    done = ckpttool_here("inspect", str(saves / "pipeline_z1_pp2_w4" / "ck"))
+    assert "tied_modules.embed.weight" in done.stdout + done.stderr
+
+
+@pytest.mark.live
+def test_deepspeed_resumes_at_another_number_of_expert_parallel_ranks(saves: Path, tmp_path: Path) -> None:
+    """The real engine is the judge; about 15 s, since it starts two ranks."""
+    ckpttool.convert(
+        saves / "moe_z1_ep2_w2" / "ck", tmp_path / "ck", to="zero2", world_size=2,
+        options=ckpttool.ZeroOptions(expert_parallel=1),
+    )  # fmt: skip
+    args = {"stage": 2, "ep": 1, "load": str(tmp_path / "ck"), "out": str(tmp_path / "resumed")}
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    subprocess.run(
+        [*command, str(FIXTURES / "deepspeed_jobs.py"), json.dumps(args)],
+        env={**os.environ, "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"},
+        check=True,
+        capture_output=True,
+        timeout=300,
+    )
+    losses = json.loads((tmp_path / "resumed" / "result.json").read_text())["losses"]
+    assert losses == pytest.approx(truth_of(saves / "moe_z1_ep2_w2")["losses"], abs=1e-6)
