@@ -221,6 +221,7 @@ OTHER_MEANINGS = {
     "extras": {"audit"},  # what pip installs
     "engine.memory": {"zero1", "zero2", "zero3"},  # how a job divides its state
     "engine.salvage": {"hf"},  # the program of huggingface_hub
+    "formats.deltas": {"SkyRL"},  # whose deltas are no checkpoints
     "huggingface.hub_names": {"olmo"},  # a `model_type`
     "huggingface.model_files": {"hf"},  # a folder
     "resume.report.html_page": {"full"},  # a key of JSON

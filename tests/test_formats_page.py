@@ -60,11 +60,13 @@ def test_every_layout_that_is_written_has_a_section() -> None:
         ("trainers/jobs/accelerate", "trainer", 1, "full"),
         ("trainers/jobs/trainer", "lightning", 3, ""),
         ("trainers/jobs/torchtitan", "torchtitan", 3, ""),
+        *(("trainers/jobs/trainer", "llamafactory", 2, kind) for kind in ("sharded", "ddp")),
+        ("maps/tune-llama3/epoch_0", "torchtune", None, ""),
         ("megatron/buckets_tp2/ckpt/iter_0000003", "megatron", 2, ""),
     ],
 )
 def test_the_tree_in_a_section_is_what_a_conversion_writes(
-    source: str, to: str, world: int, kind: str, tmp_path: Path
+    source: str, to: str, world: int | None, kind: str, tmp_path: Path
 ) -> None:
     out = tmp_path / "out"
     options = ckpttool.DirectoryOptions(state_dict_type=kind) if kind else None

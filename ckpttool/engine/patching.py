@@ -292,7 +292,9 @@ class _Moves:
             k = bisect_right(rows, (offset, 1 << 62, 0)) - 1
             if k >= 0 and c.extent.length and offset < rows[k][1]:
                 if offset + c.extent.length > rows[k][1]:
-                    raise Unsupported(f'"{t.local_name}" shares bytes with a weight that the delta changes.')
+                    raise Unsupported(
+                        f'"{t.local_name}" shares bytes with a weight that the delta changes.', code="CKPT0342"
+                    )
                 file, offset, moved = rows[k][2], offset - rows[k][0], True
             out.add(c.start, c.shape, file, offset, c.extent.length, c.strides, c.zstd)
         return replace(t, chunks=out) if moved else t

@@ -139,7 +139,9 @@ def _fuse(tensors: dict[str, TensorEntry], relation: hub_names.Relation) -> dict
                 code="CKPT0412",
             )
         if dtypes.setdefault(parameter, t.dtype) != t.dtype:
-            raise Unsupported(f'the parts of "{parameter}" have dtypes {dtypes[parameter]} and {t.dtype}.')
+            raise Unsupported(
+                f'the parts of "{parameter}" have dtypes {dtypes[parameter]} and {t.dtype}.', code="CKPT0332"
+            )
         return chunks.setdefault(parameter, Chunks(len(relation.shapes[parameter])))
 
     for name, view in relation.views.items():
@@ -204,7 +206,9 @@ def cut_for_hub(model: dict[str, TensorEntry], relation: hub_names.Relation) -> 
         chunks = Chunks(len(parts[0][1].part_shape))
         for of, link in parts:
             if model[of].dtype != first.dtype:
-                raise Unsupported(f'"{name}" is made of weights with dtypes {first.dtype} and {model[of].dtype}.')
+                raise Unsupported(
+                    f'"{name}" is made of weights with dtypes {first.dtype} and {model[of].dtype}.', code="CKPT0332"
+                )
             try:
                 place_chunks(link, model[of], chunks, to_whole=False)
             except Compressed:

@@ -302,7 +302,7 @@ def _common_state(
         made |= {f"scheduler.{k}": x for k, x in schedule.items()}
         notes.append(
             "Megatron-Core has no place for another trainer's schedule, and loads none of its optimizer without one: "
-            "common.pt has a constant learning rate. For a schedule of the job's own, give it "
+            "common.pt has a constant learning rate. For a schedule of the job's own, start Megatron with "
             "--override-opt_param-scheduler"
         )
     if found.ours:

@@ -33,7 +33,7 @@ FLAGS = {name: list_flags(command) for name, command in list_commands()}
 EVERY = frozenset().union(*FLAGS.values())
 
 #: Options of other programs, after their names; and of the layouts' own options, whose help texts name each other.
-_OTHERS = re.compile(r"\b(hf|git|dask|ray|srun|tar|python -m \S+|lfs)\s[^`;]*$")
+_OTHERS = re.compile(r"\b(hf|git|dask|ray|srun|tar|python -m \S+|lfs|Megatron with)\s[^`;]*$")
 
 
 def texts(path: Path) -> Iterator[str]:

@@ -668,6 +668,8 @@ def test_for_chooses_the_layout(tmp_path: Path) -> None:
         if program.refused:
             continue
         part = ("--only", "model") if trainer == "megatron" else ()  # the groups have learning rates of their own
+        if trainer == "torchtune":
+            part = ("--map", "torchtune-llama3", "--config", TRAINERS.parent / "maps" / "tune-llama3")
         done = ckpttool_here("convert", source, tmp_path / trainer, "--for", trainer, "-n", "2", "--json", *part)
         assert done.returncode == 0 and json.loads(done.stdout)["layout_to"] == layout.name, done.stderr
     assert load_dcp(tmp_path / "torch").keys() >= {"model", "optim", "scheduler"}
