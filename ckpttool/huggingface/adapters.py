@@ -82,6 +82,7 @@ def keep_adapter_only(ckpt: Checkpoint, config: dict[str, Any], wanted: str | No
                 f'"{name}" fits no {kind} adapter that ckpttool knows. Save it with PEFT.', code="CKPT0322"
             )
     lora.check_trained_tokens(config, saved.values())
+    lora.check_target_modules(config, saved.values())
     # the names of the file
     if not any(s.startswith(lora.ROOT) for s in saved.values()):  # injected, not wrapped; the file is the same
         saved = {n: lora.ROOT + s for n, s in saved.items()}

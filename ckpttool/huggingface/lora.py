@@ -29,6 +29,7 @@ __all__ = [
     "AdapterShape",
     "Shapes",
     "base_name",
+    "check_target_modules",
     "check_trained_tokens",
     "encode_config",
     "find_lora",
@@ -274,6 +275,26 @@ def check_trained_tokens(config: Config, saved: Iterable[str]) -> None:
             "adapter_config.json has trainable_token_indices, and no tensor of the adapter is of trained tokens. The "
             "file is incomplete, or the config is another adapter's.",
             code="CKPT0418",
+        )
+
+
+def check_target_modules(config: Config, saved: Iterable[str]) -> None:
+    """Check that the config of an adapter lists at least one of its modules, as it does not once a map has renamed
+    them; `saved` are the names that PEFT saves. A pattern, and parameters instead of modules, are not checked.
+
+    Raises:
+        Unsupported: it lists none.
+    """
+    targets = config.get("target_modules")
+    modules = sorted({base_name(n.partition(".lora_")[0]) for n in saved if ".lora_" in n})
+    if not isinstance(targets, list) or config.get("target_parameters") or not modules:
+        return
+    if not any(f".{m}".endswith(tuple(f".{t}" for t in targets)) for m in modules):
+        raise Unsupported(
+            f"adapter_config.json has the target_modules {str(sorted(map(str, targets)))[:200]}, and no module of the "
+            f'adapter is among them, such as "{modules[0]}": PEFT would load nothing. If a map renamed them, '
+            f"leave that file out and give {argument('lora_alpha', None, 'HfOptions')}.",
+            code="CKPT0322",
         )
 
 

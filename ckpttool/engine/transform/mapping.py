@@ -15,7 +15,7 @@ from dataclasses import replace
 from math import prod
 
 from ...errors import Unsupported, UsageError, argument
-from ...huggingface import Config, maps
+from ...huggingface import Config, lora, maps
 from ...index.axes import PAD, AxesError, UnknownSize, link_part, place_chunks
 from ...index.checkpoint import ITEMSIZE, Checkpoint, Chunks, Path, TensorEntry, Value, joined
 from ...index.expressions import evaluate_size
@@ -34,6 +34,7 @@ from ...printable import list_first
 from ...storage.overlay import ENDLESS, ZEROS, ComputedSource, JoinedSource, PagedFile
 from ...storage.source import Source
 from ..copy.stream import small
+from .adapter_names import has_lines_for_adapter, map_adapter
 from .added_one import FILE, add_one_to_norms
 from .vocabulary_size import odd_rows
 
@@ -57,6 +58,8 @@ def apply_map(ckpt: Checkpoint, source: Source, found: NameMap, config: Config) 
             is not known, or a slot of the optimizer cannot be cut as its parameter is.
         UsageError: there are no weights and no optimizer that names parameters.
     """
+    if lora.find_lora(ckpt) is not None and not has_lines_for_adapter(ckpt, found):
+        return map_adapter(ckpt, found, _list_state_names(ckpt)), source
     mapping = _Mapping(ckpt, source, found, config)
     out = mapping.run()
     files = JoinedSource(source) if ZEROS in mapping.made else source
@@ -87,6 +90,19 @@ def _with_torchtune_optimizer(ckpt: Checkpoint) -> Checkpoint:
     return replace(ckpt, tensors=tensors, values=values, recorded=recorded)
 
 
+def _list_state_names(ckpt: Checkpoint) -> list[str]:
+    """List the names of the optimizer's parameters: those with state, and those that a group lists."""
+    out: dict[str, None] = {}
+    leaves: list[TensorEntry | Value] = [*ckpt.tensors.values(), *ckpt.values.values()]
+    for t in leaves:
+        if t.slot is not None:
+            out[t.parameter] = None
+    for v in ckpt.values.values():
+        if v.is_param_group and v.path[3:] in _NAME_LISTS and isinstance(v.data, list):
+            out |= dict.fromkeys(n for n in v.data if isinstance(n, str))
+    return list(out)
+
+
 class _Mapping:
     """One state on its way through a map.
 
@@ -109,21 +125,11 @@ class _Mapping:
         self.made: dict[str, bytes] = {}  # {file that is not of the source: its bytes, if they are not just zeros}
         self.ways = self._choose_sides()
         way = self.ways["optim"]
-        self.state: list[TensorGroup] = [] if way is None else group_names(self._state_names(), found, "optim", way)[0]
+        self.state: list[TensorGroup] = (
+            [] if way is None else group_names(_list_state_names(self.ckpt), found, "optim", way)[0]
+        )
         self.of_weight: dict[str, list[str]] = {}  # {a weight: what it becomes, or becomes part of}
         self.renamed: dict[str, tuple[str, ...]] = {}  # {first name of a group of the optimizer: its new names}
-
-    def _state_names(self) -> list[str]:
-        """List the names of the optimizer's parameters: those with state, and those that a group lists."""
-        out: dict[str, None] = {}
-        leaves: list[TensorEntry | Value] = [*self.ckpt.tensors.values(), *self.ckpt.values.values()]
-        for t in leaves:
-            if t.slot is not None:
-                out[t.parameter] = None
-        for v in self.ckpt.values.values():
-            if v.is_param_group and v.path[3:] in _NAME_LISTS and isinstance(v.data, list):
-                out |= dict.fromkeys(n for n in v.data if isinstance(n, str))
-        return list(out)
 
     def _choose_sides(self) -> dict[str, bool | None]:
         """Find out for "model" and "optim" whether their names are those on the left side of the map, {component:
@@ -135,7 +141,7 @@ class _Mapping:
             Unsupported: they are those of neither side.
             UsageError: there are no such names.
         """
-        names = {"model": [*self.weights, *self.plain], "optim": self._state_names()}
+        names = {"model": [*self.weights, *self.plain], "optim": _list_state_names(self.ckpt)}
         if not any(names.values()):
             raise UsageError(
                 f"{argument('map')}: the checkpoint holds no weights and no optimizer that names parameters.",
@@ -204,6 +210,8 @@ class _Mapping:
         self._map_optimizer()
         self._map_name_lists()
         self._keep_the_rest()
+        if any(t.path[:2] == ("extra", "adapter") for t in ckpt.tensors.values()):
+            self.notes.append("the adapter beside the weights (extra.adapter) keeps its names")
         # say what became of names and recorded digests
         ckpt = self.ckpt
         kept = len([n for n in ckpt.tensors if joined(ckpt.tensors[n].path) in ckpt.recorded])
