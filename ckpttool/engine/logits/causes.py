@@ -116,7 +116,8 @@ def _find_other_layer(
 def _describe_weight(model: StreamedModel, a: ModelSide, b: ModelSide, name: str) -> str:
     """Describe how a weight of B differs from A's, as the end of a sentence that begins with its name."""
     mine, theirs = (model.name_in(side, name) for side in (a, b))
-    assert mine is not None and theirs is not None
+    if mine is None or theirs is None:  # models of two architectures
+        return f"is no weight of {'A' if mine is None else 'B'}"
     shape = a.tensors[mine].shape
     found = b.digests.get(theirs)
     tied = model.tied.get(name)
