@@ -382,10 +382,11 @@ def test_every_command_of_the_guide_to_name_maps_runs(desk: Path, monkeypatch: p
     (desk / "DIR").mkdir()
     shutil.copy(case / "config.json", desk / "DIR")
     (desk / "mine.map").write_text("sides mine | theirs\na.{i} [(p h)] = b.{i} [(h p)]\nsize p = 2\n")
-    torch.save({"model": {f"a.{i}": torch.arange(6) for i in range(2)}}, desk / "mine.pt")
+    torch.save({"model": {f"a.{i}": torch.arange(6) + i for i in range(2)}}, desk / "mine.pt")
+    torch.save({"model": {f"net.{i}": torch.arange(6) + i for i in range(2)}}, desk / "other.pt")
     monkeypatch.chdir(desk)
     run_here(command_lines(PAGES["how-to/name-maps.md"]), desk)
-    assert torch.load(desk / "theirs.pt")["model"]["b.1"].tolist() == [0, 3, 1, 4, 2, 5]
+    assert torch.load(desk / "theirs.pt")["model"]["b.1"].tolist() == [1, 4, 2, 5, 3, 6]
 
 
 def test_every_command_of_the_guide_to_parts_runs(desk: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,12 +7,9 @@ from typing import Annotated
 
 import typer
 
-from .help import about
-from .terminal import (
-    Json,
-    print_json,
-    say,
-)
+from ..errors import UsageError, argument
+from .help import READING, about
+from .terminal import Json, Meter, Quiet, note, print_json, say
 
 __all__ = ["maps"]
 
@@ -31,14 +28,39 @@ class MapRow:
 @about(
     ("A table", "ckpttool maps"),
     ("The text of one, to start your own from", "ckpttool maps torchtitan-llama3"),
+    ("A proposal for your own model", "ckpttool maps run/ckpt --derive llama"),
     ("For a script", "ckpttool maps --json"),
-    exits=(0, 1, 2),
+    exits=(*READING, 5),
+    meaning={5: "--derive left something undecided"},
 )
 def maps(
-    name: Annotated[str | None, typer.Argument(help="Print the text of this map.", show_default=False)] = None,
+    name: Annotated[
+        str | None,
+        typer.Argument(help="The map to print; with --derive, the checkpoint to start from.", show_default=False),
+    ] = None,
+    derive: Annotated[
+        str | None,
+        typer.Option(
+            "--derive",
+            help="Propose a map from the checkpoint NAME to this model: another checkpoint, or a config.json.",
+            metavar="PATH|HF_ID",
+        ),
+    ] = None,
+    prove_logits: Annotated[
+        bool,
+        typer.Option("--prove-logits", help="With --derive: compare what NAME computes with and without the map."),
+    ] = False,
     as_json: Json = False,
+    quiet: Quiet = False,
 ) -> None:
-    """List the name maps, by which `convert --map` renames keys for other model code, or print one."""
+    """List the name maps, by which `convert --map` renames keys for other model code; print one; or propose one."""
+    if derive is not None:
+        _derive(name, derive, prove_logits, as_json, quiet)
+        return
+    if prove_logits:
+        raise UsageError(
+            f"{argument('prove_logits', True)} needs --derive, which says what to compare with.", code="CKPT0204"
+        )
     from ..huggingface import maps as known
 
     found = [known.load(n) for n in (known.names() if name is None else [name])]
@@ -56,3 +78,30 @@ def maps(
         return
     for r in rows:
         say(f"{r.name:28s} {r.left} <-> {r.right}: {', '.join(r.models)}")
+
+
+def _derive(name: str | None, other: str, prove_logits: bool, as_json: bool, quiet: bool) -> None:
+    """Print a proposed map; exit 5 if something is undecided.
+
+    Raises:
+        UsageError: there is no checkpoint to start from.
+    """
+    from ..engine.map_proposals import derive_map
+
+    if name is None:
+        raise UsageError(
+            f"{argument('derive', other)}: a map has two sides. Give the checkpoint to start from as well: `ckpttool "
+            f"maps CHECKPOINT --derive {other}`.",
+            code="CKPT0204",
+        )
+    with Meter(quiet) as meter:
+        found = derive_map(name, other, prove_logits=prove_logits, progress=meter)
+    if as_json:
+        print_json({**asdict(found), "complete": found.complete})
+    else:
+        for line in found.text.splitlines():
+            say(line)
+        for text in (*found.notes, found.headline()):
+            note(text, quiet)
+    if not found.complete:
+        raise typer.Exit(5)
