@@ -17,7 +17,7 @@ __all__ = ["delta"]
 
 @about(
     ("What changed between two steps, in any layouts", "ckpttool delta step-1 step-2 step-2.delta.tar.zst"),
-    ("Make the second step of the first one", "ckpttool convert step-1 out --to hf --apply step-2.delta.tar.zst"),
+    ("Of a store", "ckpttool delta s3://bucket/step-1 s3://bucket/step-2 step-2.delta.tar.zst"),
     ("The optimizer, too", "ckpttool delta step-1 step-2 step-2.delta.tar.zst --only model,optim"),
     exits=(*READING, 5, 6),
     meaning={5: "the delta, read back, differs"},

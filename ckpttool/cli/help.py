@@ -24,7 +24,7 @@ READING = (0, 1, 2, 3, 4, 7, 8, 9, 14, 130)
 #: {a heading of `ckpttool --help`: the commands below it, in order}.
 GROUPS: dict[str, tuple[str, ...]] = {
     "Look": ("inspect", "show", "stats", "ls", "diff", "explain"),
-    "Convert": ("convert", "apply", "average", "adapter", "layouts", "maps"),
+    "Convert": ("convert", "apply", "average", "adapter", "delta", "layouts", "maps"),
     "Prove": ("verify", "doctor", "digest", "compare", "resume-verify", "watch"),
     "Keep": ("audit", "prune", "clean"),
     "Publish": ("push", "pull"),

@@ -187,7 +187,7 @@ def _read_skyrl(source: Source, where: str) -> Delta | None:
         Corrupt, Unsafe: it is damaged, or its payloads are not those that it lists.
     """
     what = os.path.join(where, _MANIFEST)
-    found = parse(source.read_all(_MANIFEST, _MOST_JSON), what)
+    found = _parse_manifest(source, _MANIFEST, what)
     if not isinstance(found, dict) or not {"version", "base_version", "tensors"} <= found.keys():
         return None
     try:
@@ -234,6 +234,14 @@ def _parse_row(row: Any) -> tuple[TensorPatch, str, str, int]:
 # ------------------------------------------------------------------------------------------------------ ModelExpress
 
 
+def _parse_manifest(source: Source, name: str, what: str) -> object:
+    """Return what a JSON file holds; None where it is none, so that it is no manifest of a delta."""
+    try:
+        return parse(source.read_all(name, _MOST_JSON), what)
+    except Corrupt:
+        return None
+
+
 def _read_modelexpress(source: Source, index: str, where: str) -> Delta | None:
     """Read a folder of ModelExpress by its index; None where the index is that of a model.
 
@@ -241,7 +249,7 @@ def _read_modelexpress(source: Source, index: str, where: str) -> Delta | None:
         Corrupt, Unsafe: it is damaged. Unsupported: its encoding is another.
     """
     what = os.path.join(where, index)
-    found = parse(source.read_all(index, _MOST_JSON), what)
+    found = _parse_manifest(source, index, what)
     about = found.get("metadata") if isinstance(found, dict) else None
     if not isinstance(about, dict) or "delta_encoding" not in about:
         return None

@@ -24,7 +24,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
-from ckpttool.engine.handle import cut_chunks
 from ckpttool.errors import Corrupt, Unsupported
 from ckpttool.formats.pickles import short
 from ckpttool.index import boxes
@@ -240,6 +239,8 @@ class _Joining:
         chunks = Chunks(len(how.shape))
         for (start, size), held in how.pieces:
             lowest, *more = sorted(held)
+            from ckpttool.engine.handle import cut_chunks  # what it needs is loaded for a save of AutoTP only
+
             cuts = {r: cut_chunks(t, (held[r], size)) for r, t in enumerate(column) if r in held and t is not None}
             for c in cuts[lowest]:
                 home = tuple(a + b for a, b in zip(start, c.start, strict=True))

@@ -581,11 +581,12 @@ def write_torchtune(ckpt: Checkpoint, source: Source, options: WriteOptions) -> 
     recipes, whose optimizer has names.
 
     Raises:
-        Unsupported: there are no weights, several optimizers, or other names than torchtune's.
+        Unsupported: there are no weights, several optimizers, or the names are those of transformers.
     """
     _refuse_several_optimizers(ckpt, "torchtune")
     names = [str(t.path[1]) for t in ckpt.tensors.values() if t.path[0] == "model"]
-    if not any(".sa_norm." in n for n in names):
+    own = any(".sa_norm." in n for n in names)
+    if not names or (not own and any(".self_attn." in n or "embed_tokens" in n for n in names)):
         raise Unsupported(
             f'The weights do not have torchtune\'s names (first "{names[0] if names else "none"}"), which a recipe '
             f"asks for. {argument('map', 'torchtune-llama3')} gives them to a Llama, and a map of your own to others.",

@@ -122,7 +122,7 @@ CKPT = Path(__file__).parents[2] / "fixtures/fsdp2_w3/ckpt"
 @pytest.mark.parametrize(
     ("words", "wanted"),
     [
-        ("convert a b --to z", {"zero3", "zero2", "zero1"}), ("inspect a --source-layout d", {"dcp"}),
+        ("convert a b --to z", {"zero3", "zero2", "zero1"}), ("inspect a --source-layout d", {"dcp", "diffusers"}),
         ("convert a b --dtype fp", {"fp16", "fp32", "fp64"}), ("digest a --only optim,s", {"optim,scheduler", "optim,scaler"}),
         ("diff a b --map meta", {"meta-llama"}), ("convert a b --reset rn", {"rng"}),
         (f"inspect {CKPT} --tensor model.lm", {"model.lm_head.weight"}), (f"show {CKPT} model.lm", {"model.lm_head.weight"}),
