@@ -594,7 +594,7 @@ def place(path: str | os.PathLike[str]) -> Place:
 _NO_URL = re.compile(r"(s3a?|gc?s|hf|https?):/*", re.IGNORECASE)
 # text, since re compiles a pattern at its first use, and few commands need these
 _HUB_ID = r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*"
-_HUB_PAGE = r"(?i)https?://(?:huggingface\.co|hf\.co)/([\w.-]+/[\w.-]+)(?:/tree/([^?#]+?))?/?(?:[?#].*)?"
+_HUB_PAGE = r"(?i)https?://(?:huggingface\.co|hf\.co)/((?:datasets/|buckets/)?[\w.-]+/[\w.-]+)(?:/tree/([^?#]+?))?/?(?:[?#].*)?"
 _MOST_LISTED = 10_000
 
 

@@ -139,7 +139,8 @@ class Hub(ThreadingHTTPServer):
         self.rule: Rule = rule or (lambda method, path: None)
         self.threshold, self.part, self.page = threshold, part, page
         self.lock = threading.RLock()
-        self.repos: dict[str, Repo] = {}
+        self.repos: dict[str, Repo] = {}  # "org/name", "datasets/org/name"
+        self.buckets: dict[str, dict[str, bytes]] = {}  # "org/name": files, that only OWNER sees
         self.objects: dict[str, bytes] = {}
         self.uploads: dict[str, tuple[str, int, dict[int, bytes]]] = {}  # signature: (SHA-256, size, parts)
         self.seen: list[tuple[str, str, What, str | None]] = []
@@ -361,6 +362,18 @@ class _Handler(BaseHTTPRequestHandler):
                 return _json({"errors": [], "warnings": []})
             case ["api", "models", org, name, *rest]:
                 return self._api(f"{org}/{name}", rest, query, body)
+            case ["api", "datasets", org, name, *rest]:
+                return self._api(f"datasets/{org}/{name}", rest, query, body)
+            case ["datasets", org, name, "resolve", *rest]:
+                revision, path = _revision(rest)
+                return self._resolve(self._repo(f"datasets/{org}/{name}").at(revision), path)
+            case ["api", "buckets", org, name, *rest]:
+                return self._bucket(f"{org}/{name}", rest, query, body)
+            case ["buckets", org, name, "resolve", *rest]:
+                files = self._bucket_files(f"{org}/{name}")
+                if (path := "/".join(rest)) not in files:
+                    raise Refused(404, "EntryNotFound", f"{path} does not exist")
+                return self._ranged(files[path], {"ETag": f'"{_xet_hash(files[path])}"'})
             case [org, name, "info", "lfs", "objects", "batch"] if name.endswith(".git"):
                 self._repo(repo_id := f"{org}/{name.removesuffix('.git')}", write=True)
                 return self._batch(repo_id, json.loads(body))
@@ -462,6 +475,10 @@ class _Handler(BaseHTTPRequestHandler):
         if path and not entries:
             raise Refused(404, "EntryNotFound", f"{path} does not exist")
         shown = [self._shown(commit, e, query.get("expand", "").lower() == "true") for _, e in sorted(entries.items())]
+        return self._page(shown, query)
+
+    def _page(self, shown: list[dict[str, Any]], query: dict[str, str]) -> tuple[int, bytes, dict[str, str]]:
+        """One page of a listing, with a link to the next one."""
         start = int(query.get("cursor", 0))
         end = start + self.server.page
         headers = {}
@@ -543,6 +560,43 @@ class _Handler(BaseHTTPRequestHandler):
             {"success": True, "commitOid": oid, "commitUrl": f"{self.server.endpoint}/{repo_id}/commit/{oid}", **out}
         )
 
+    def _bucket_files(self, bucket_id: str) -> dict[str, bytes]:
+        user = self._user()
+        if user != "owner" or bucket_id not in self.server.buckets:
+            raise Refused(404 if user else 401, "RepoNotFound", "Bucket not found")
+        return self.server.buckets[bucket_id]
+
+    def _bucket(
+        self, bucket_id: str, rest: list[str], query: dict[str, str], body: bytes
+    ) -> tuple[int, bytes, dict[str, str]]:
+        """A bucket, the listing of a folder of it, or some of its files. A folder also lists what begins like its
+        name, as the Hub does."""
+        files = self._bucket_files(bucket_id)
+
+        def shown(path: str) -> dict[str, Any]:
+            data = files[path]
+            return {
+                "type": "file", "path": path, "size": len(data), "xetHash": _xet_hash(data),
+                "uploadedAt": "2026-01-01T00:00:00.000Z",
+            }  # fmt: skip
+
+        match rest:
+            case []:
+                return _json({"id": bucket_id, "private": True, "createdAt": "2026-01-01T00:00:00.000Z",
+                              "size": sum(map(len, files.values())), "totalFiles": len(files)})  # fmt: skip
+            case ["paths-info"]:
+                return _json([shown(p) for p in json.loads(body)["paths"] if p in files])
+            case ["tree", *below]:
+                prefix = "/".join(below)
+                found: dict[str, dict[str, Any]] = {}
+                for path in sorted(p for p in files if p.startswith(prefix)):
+                    end = path.find("/", len(prefix) + bool(prefix))
+                    found[path[:end] if end > 0 else path] = (
+                        {"type": "directory", "path": path[:end]} if end > 0 else shown(path)
+                    )
+                return self._page(list(found.values()), query)
+        raise Refused(404, "", f"Not found: {rest}")
+
     # ----------------------------------------------------------------------------------------------------------- LFS
 
     def _batch(self, repo_id: str, asked: dict[str, Any]) -> tuple[int, bytes, dict[str, str]]:
@@ -611,6 +665,10 @@ class _Handler(BaseHTTPRequestHandler):
         }
         if blob.sha256:
             headers |= {"X-Linked-Etag": f'"{blob.sha256}"', "X-Linked-Size": str(blob.size)}
+        return self._ranged(data, headers)
+
+    def _ranged(self, data: bytes, headers: dict[str, str]) -> tuple[int, bytes, dict[str, str]]:
+        """The bytes of a file that were asked for."""
         asked = self.headers.get("Range", "")
         if self.command == "HEAD" or not asked.startswith("bytes="):
             return 200, data, headers
@@ -620,6 +678,11 @@ class _Handler(BaseHTTPRequestHandler):
         if start >= len(data):
             return 416, b"", {**headers, "Content-Range": f"bytes */{len(data)}"}
         return 206, data[start:end], {**headers, "Content-Range": f"bytes {start}-{end - 1}/{len(data)}"}
+
+
+def _xet_hash(data: bytes) -> str:
+    """What stands for Xet's hash of a file."""
+    return hashlib.sha256(b"xet" + data).hexdigest()
 
 
 def _json(

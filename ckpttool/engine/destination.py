@@ -132,6 +132,18 @@ def _refuse_store(url: str) -> None:
     Raises:
         UsageError: with what to use instead.
     """
+    if url.startswith("hf://buckets/"):
+        raise UsageError(
+            f"{url}: ckpttool reads buckets of the Hub and does not write to them, since the Hub takes their files by "
+            "its Xet client only. Convert to a folder and run `hf buckets sync FOLDER URL`.",
+            code="CKPT0211",
+        )
+    if url.startswith("hf://datasets/"):
+        raise UsageError(
+            f"{url}: ckpttool reads datasets of the Hub and does not write to them. Push to a model repository "
+            "(`ckpttool push`), or convert to a folder.",
+            code="CKPT0211",
+        )
     if url.startswith("hf://"):
         raise UsageError(
             f"{url}: the Hub is written to by `ckpttool push`, which makes one commit of it.", code="CKPT0211"

@@ -94,6 +94,14 @@ def parse_target(text: str) -> tuple[str, str | None]:
     Raises:
         UsageError: it is none of these.
     """
+    kind, _, rest = text.removeprefix("hf://").partition("/")
+    if kind in ("datasets", "buckets") and "/" in rest:
+        writing = " To fill one, convert to a folder and run `hf buckets sync FOLDER URL`." if kind == "buckets" else ""
+        raise UsageError(
+            f"{urls.redact_url(text)} is a {kind[:-1]} on the Hub; push and pull take model repositories, "
+            f"hf://org/name. `ckpttool convert` reads it.{writing}",
+            code="CKPT0214",
+        )
     found = _TARGET.fullmatch(text)
     if not found or found["id"].split("/")[0] in _OTHER_KINDS or ".." in text or "--" in found["id"]:
         raise UsageError(

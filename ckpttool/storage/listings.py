@@ -22,7 +22,7 @@ from .urls import check_inside
 if TYPE_CHECKING:
     from fsspec import AbstractFileSystem
 
-__all__ = ["follow_pages", "list_entries", "list_tree"]
+__all__ = ["file_info", "follow_pages", "list_entries", "list_tree"]
 
 #: What a store says of an object or folder, as fsspec's `info`; or a page of such, and arguments for the next one.
 StoreInfo = dict[str, Any]
@@ -110,7 +110,8 @@ def list_entries(fs: AbstractFileSystem, path: str, query: str, url: str) -> dic
         found = _list_s3(fs, path, url)
     elif "gs" in protocols:
         found = _list_gcs(fs, path, url)
-    elif "hf" in protocols and hasattr(at := with_retries(url, lambda: fs.resolve_path(path)), "repo_id"):
+    elif "hf" in protocols:
+        at = with_retries(url, lambda: fs.resolve_path(path))
         found = with_retries(url, lambda: _list_hub(fs, path, at, url))
     else:
         found = with_retries(url, lambda: fs.ls(path, detail=True))
@@ -218,7 +219,7 @@ def _list_gcs(fs: AbstractFileSystem, path: str, url: str, deep: bool = False) -
 
 
 def _list_hub(fs: AbstractFileSystem, path: str, at: Any, url: str) -> list[StoreInfo]:
-    """Return fsspec's `info` of each file and folder in a folder of a repository on the Hub.
+    """Return fsspec's `info` of each file and folder in a folder of a repository or bucket on the Hub.
 
     Args:
         path: of the folder, as `fs` takes it.
@@ -229,17 +230,22 @@ def _list_hub(fs: AbstractFileSystem, path: str, at: Any, url: str) -> list[Stor
         RemoteError: there are too many names.
     """
     from huggingface_hub import HfApi
-    from huggingface_hub.hf_api import RepoFile
 
-    head = path.removesuffix(at.path_in_repo).rstrip("/")
+    head = path.removesuffix(at.path).rstrip("/")
     out = []
-    listed = HfApi(endpoint=fs.endpoint, token=fs.token).list_repo_tree(
-        at.repo_id, at.path_in_repo, revision=at.revision, repo_type=at.repo_type
-    )
+    api: Any = HfApi(endpoint=fs.endpoint, token=fs.token)
+    if hasattr(at, "repo_id"):
+        listed = api.list_repo_tree(at.repo_id, at.path, revision=at.revision, repo_type=at.repo_type)
+    else:  # a bucket, which also lists what begins like the folder's name
+        listed = (
+            entry
+            for entry in api.list_bucket_tree(at.bucket_id, at.path or None, recursive=False)
+            if not at.path or entry.path.startswith(f"{at.path}/")
+        )
     for entry in listed:
         info: StoreInfo = {"name": f"{head}/{entry.path}", "type": "directory", "size": 0}
-        if isinstance(entry, RepoFile):
-            info |= {"type": "file", "size": entry.size, "blob_id": entry.blob_id}
+        if hasattr(entry, "size"):
+            info |= file_info(entry)
         out.append(info)
         if len(out) > LIMITS.names:
             raise RemoteError(
@@ -247,6 +253,18 @@ def _list_hub(fs: AbstractFileSystem, path: str, at: Any, url: str) -> list[Stor
                 code="CKPT0906",
             )
     return out
+
+
+def file_info(entry: Any) -> StoreInfo:
+    """Return what the Hub says of a file, as fsspec's `info` without the name: its bytes, its hash in git (of a
+    repository) or in Xet (of a bucket), and when it was uploaded to a bucket.
+
+    Args:
+        entry: huggingface_hub's RepoFile or BucketFile.
+    """
+    if hasattr(entry, "blob_id"):
+        return {"type": "file", "size": entry.size, "blob_id": entry.blob_id}
+    return {"type": "file", "size": entry.size, "xet_hash": entry.xet_hash, "LastModified": entry.uploaded_at}
 
 
 def _list_links(fs: AbstractFileSystem, url: str) -> list[str]:

@@ -24,7 +24,7 @@ from urllib.parse import quote
 from ..errors import Corrupt, MissingPackage, RemoteError, SourceChanged, Unsafe, UsageError
 from ..extras import explain_missing_package
 from .answer_limits import LIMITS
-from .listings import list_entries, list_tree
+from .listings import file_info, list_entries, list_tree
 from .prefetch import FetchSizes, Prefetcher
 from .retries import BadRange, NotFound, redacted_message, with_retries
 from .source import Identity, Source
@@ -37,7 +37,7 @@ __all__ = ["RemoteSource", "commit_of", "filesystem_for"]
 
 _PACKAGE = {"s3": "s3fs", "s3a": "s3fs", "gs": "gcsfs", "gcs": "gcsfs"}
 # Fields by which stores identify the content of an object, the best first.
-_STRONG = ("ETag", "etag", "generation", "blob_id")
+_STRONG = ("ETag", "etag", "generation", "blob_id", "xet_hash")
 _VERSION = (
     "ETag",
     "etag",
@@ -50,6 +50,7 @@ _VERSION = (
     "Digest",
     "oid",
     "blob_id",
+    "xet_hash",
     "LastModified",
     "Last-Modified",
     "last_modified",
@@ -175,7 +176,8 @@ class RemoteSource(Source):
             self._pinned_prefix()
         except NotFound as e:
             return str(e)
-        of_hub = "the Hub has the repository, and no such file or folder in it"
+        kind = "bucket" if self._prefix.startswith("buckets/") else "repository"
+        of_hub = f"the Hub has the {kind}, and no such file or folder in it"
         return f"{self.root}: {of_hub if self._hub else 'no such object, and no objects below it'}."
 
     def _object_path(self, name: str) -> str:
@@ -199,7 +201,7 @@ class RemoteSource(Source):
             RemoteError: the store fails, or does not tell the size.
         """
         path = self._object_path(name)
-        info: dict[str, Any] = with_retries(self._object_url(name), lambda: self._fs.info(path))
+        info: dict[str, Any] = with_retries(self._object_url(name), lambda: _fetch_info(self._fs, path))
         if info.get("type") != "file":
             raise NotFound(f"{self._object_url(name)} is a folder, not an object.")
         found = self._identity_of_info(name, info)
@@ -528,6 +530,29 @@ def _pin_commit(fs: AbstractFileSystem, path: str) -> tuple[str, str | None]:
         return path, None
     commit = commit_of(found, f"hf://{kind}{at.repo_id}")
     return f"{kind}{at.repo_id}@{commit}/{at.path_in_repo}".rstrip("/"), commit
+
+
+def _fetch_info(fs: AbstractFileSystem, path: str) -> dict[str, Any]:
+    """Return fsspec's `info` of an object. A file in a bucket of the Hub, which may be replaced at any time, is asked
+    for again, since huggingface_hub would answer from the listing that it has.
+
+    Raises:
+        FileNotFoundError: the bucket has no such file. Other errors are those of the store's client.
+    """
+    if "hf" not in fs.protocol or not path.startswith("buckets/"):
+        found: dict[str, Any] = fs.info(path)
+        return found
+    from huggingface_hub import HfApi
+
+    try:
+        at = fs.resolve_path(path)
+    except ValueError:  # names no bucket
+        raise FileNotFoundError(path) from None
+    api: Any = HfApi(endpoint=fs.endpoint, token=fs.token)
+    for entry in api.get_bucket_paths_info(at.bucket_id, [at.path]) if at.path else ():
+        if entry.path == at.path:
+            return file_info(entry)
+    raise FileNotFoundError(path)
 
 
 def commit_of(found: Any, url: str) -> str:

@@ -142,17 +142,18 @@ def _describe_missing_on_hub(e: Exception) -> str | None:
         return "the repository is gated. Accept its terms on its page with the account of the token"
     if "RevisionNotFoundError" in names:
         return "the Hub has the repository, and no such revision of it. Its page lists branches and tags"
-    if "RepositoryNotFoundError" not in names:
+    if not names & {"RepositoryNotFoundError", "BucketNotFoundError"}:
         return None
     from huggingface_hub import get_token
 
+    kind = "bucket" if "BucketNotFoundError" in names else "repository"
     if get_token() is None:
         return (
-            "the Hub has no such repository, or it is private, and there is no token. Check the name; log in with "
+            f"the Hub has no such {kind}, or it is private, and there is no token. Check the name; log in with "
             "`hf auth login` or set HF_TOKEN"
         )
     return (
-        "the Hub has no such repository, or the token may not see it. Check the name, and whose token `hf auth whoami` "
+        f"the Hub has no such {kind}, or the token may not see it. Check the name, and whose token `hf auth whoami` "
         "names"
     )
 
