@@ -19,6 +19,7 @@ _EXTRA = {
     "pyrage": "audit",
     "s3fs": "s3",
     "gcsfs": "gcs",
+    "adlfs": "azure",
     "distributed": "dask",
     "ray": "ray",
     "mpi4py": "mpi",

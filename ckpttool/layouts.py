@@ -591,10 +591,12 @@ def place(path: str | os.PathLike[str]) -> Place:
     raise NotRecognised(f"{os.fspath(path)}: no such file or folder.{_missing_hint(os.fspath(path))}", code="CKPT0302")
 
 
-_NO_URL = re.compile(r"(s3a?|gc?s|hf|https?):/*", re.IGNORECASE)
+_NO_URL = re.compile(r"(s3a?|gc?s|az|abfss?|hf|https?):/*", re.IGNORECASE)
 # text, since re compiles a pattern at its first use, and few commands need these
 _HUB_ID = r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*"
-_HUB_PAGE = r"(?i)https?://(?:huggingface\.co|hf\.co)/((?:datasets/|buckets/)?[\w.-]+/[\w.-]+)(?:/tree/([^?#]+?))?/?(?:[?#].*)?"
+_HUB_PAGE = (
+    r"(?i)https?://(?:huggingface\.co|hf\.co)/((?:datasets/|buckets/)?[\w.-]+/[\w.-]+)(?:/tree/([^?#]+?))?/?(?:[?#].*)?"
+)
 _MOST_LISTED = 10_000
 
 

@@ -149,7 +149,9 @@ def _refuse_store(url: str) -> None:
             f"{url}: the Hub is written to by `ckpttool push`, which makes one commit of it.", code="CKPT0211"
         )
     if url.startswith("http"):
-        raise UsageError(f"{url}: http is for reading only. Write to a folder or to s3:// or gs://.", code="CKPT0211")
+        raise UsageError(
+            f"{url}: http is for reading only. Write to a folder or to s3://, gs:// or az://.", code="CKPT0211"
+        )
 
 
 def _refuse_foreign(target: str) -> None:

@@ -1,4 +1,4 @@
-"""The limits of answer_limits.py for clients that use aiohttp: fsspec's HTTP, s3fs and gcsfs.
+"""The limits of answer_limits.py for clients that use aiohttp: fsspec's HTTP, s3fs, gcsfs and adlfs.
 
 The names of aiohttp that are used here are those of its documentation, except for one: aiobotocore makes its
 ClientSession in a method without a setting for it (`_get_session`).
@@ -13,7 +13,7 @@ import aiohttp
 
 from .answer_limits import LIMITS, RequestBudget, check_redirect, current_budget
 
-__all__ = ["bounded_s3_session", "session_settings"]
+__all__ = ["bounded_s3_session", "session_settings", "xml_session_settings"]
 
 _MOST_XML_BYTES = 2 << 20  # a thousand keys of the longest kind; a parsed page takes thirty times as much memory
 # what a request to another server may carry: nothing that says who asks
@@ -99,7 +99,8 @@ class _BoundedAnswer(aiohttp.ClientResponse):
                 await super().start(connection)
         except TimeoutError:
             raise budget.stalled_error() from None
-        asked = self.request_info.headers.get("Range", "")
+        sent = self.request_info.headers
+        asked = sent.get("Range", "") or sent.get("x-ms-range", "")
         most = budget.body_limit(self.method, str(self.url), asked, self.status, self.headers, self.most)
         ranged = bool(asked) and self.status < 300
         stream = self.content
@@ -140,7 +141,7 @@ class _BoundedAnswer(aiohttp.ClientResponse):
 
 
 class _PageOfXml(_BoundedAnswer):
-    """An answer of S3."""
+    """An answer of S3 or Azure."""
 
     most = _MOST_XML_BYTES
 
@@ -187,6 +188,11 @@ def session_settings() -> dict[str, Any]:
         "headers": {"Accept-Encoding": "identity"},
         "timeout": aiohttp.ClientTimeout(total=None, sock_connect=LIMITS.stall_seconds),
     }
+
+
+def xml_session_settings() -> dict[str, Any]:
+    """Return the arguments of aiohttp.ClientSession that bound the answers of a store that lists in XML."""
+    return {**session_settings(), "response_class": _PageOfXml}
 
 
 def bounded_s3_session() -> type:

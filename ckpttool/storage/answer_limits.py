@@ -1,5 +1,5 @@
-"""How much of a server's answer is read, and how long it is waited for: one set of limits for S3, GCS, HTTP and the
-Hub.
+"""How much of a server's answer is read, and how long it is waited for: one set of limits for S3, GCS, Azure, HTTP and
+the Hub.
 
 A `RequestBudget` is for one question that we ask a server: all tries of with_retries, or a page of a listing, with the
 requests that a client makes of it. The transports (aiohttp_limits.py, hub_limits.py) report every request and every
@@ -11,10 +11,11 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Awaitable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from dataclasses import dataclass
+from typing import IO, TypeVar
 from urllib.parse import urljoin, urlsplit
 from xml.parsers import expat
 
@@ -28,9 +29,13 @@ __all__ = [
     "Stalled",
     "check_redirect",
     "current_budget",
+    "watch_upload",
     "within_budget",
     "within_budget_in_all_threads",
 ]
+
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -188,14 +193,14 @@ class RequestBudget:
 
     def check_body(self, body: bytes) -> None:
         """Refuse the whole body of an answer without a range, if it would fill the memory once its reader parses it as
-        JSON or, from S3, as XML.
+        JSON or, from S3 and Azure, as XML.
 
         Raises:
             RemoteError: it would.
         """
         try:
             refuse_bomb(body, "the server's answer")
-            if self.url.startswith("s3://"):
+            if self.url.startswith(("s3://", "az://", "abfs://", "abfss://")):
                 _refuse_deep_xml(body)
         except Unsafe as e:
             found = str(e).partition(". ")[0]
@@ -301,6 +306,32 @@ def within_budget_in_all_threads(budget: RequestBudget) -> Iterator[RequestBudge
             yield budget
     finally:
         _everywhere.remove(budget)
+
+
+async def watch_upload(asked: Awaitable[T], body: IO[bytes] | None, budget: RequestBudget) -> T:
+    """Return the answer to a request that sends something; cancel the request once nothing of its body was sent in a
+    whole period and no answer came.
+
+    Args:
+        asked: the request, which has not begun.
+        body: the file that is sent; None where nothing tells how far it is.
+        budget: gives the length of the period.
+
+    Raises:
+        Stalled: nothing was sent.
+    """
+    import asyncio
+
+    task, before = asyncio.ensure_future(asked), -1
+    while True:
+        done, _ = await asyncio.wait({task}, timeout=budget.stall_seconds)
+        if done:
+            return task.result()
+        now = body.tell() if body is not None else -1
+        if now == before:
+            task.cancel()
+            raise budget.stalled_error()
+        before = now
 
 
 def check_redirect(method: str, at: str, location: str) -> bool:

@@ -2,7 +2,7 @@
 end.
 
 The clients' own `ls` collects all pages first, and follows a server that names another page for ever. Stores that
-fsspec knows besides S3, GCS, the Hub and web servers are asked through their `ls`.
+fsspec knows besides S3, GCS, Azure, the Hub and web servers are asked through their `ls`.
 """
 
 from __future__ import annotations
@@ -32,6 +32,7 @@ _LINK = re.compile(
     r"""\bhref\s*=\s*(?:"([^"<>]{1,4096})"|'([^'<>]{1,4096})')|(https?://[-\w@:%+.~#?&/=]{1,4096})""", re.IGNORECASE
 )
 
+_AZURE_PAGE = 500  # blobs; a page of as many with the longest names stays below what is read of an answer in XML
 _MOST_TOKEN = 1 << 14  # characters; S3 and GCS send some hundred, and refuse a longer URL themselves
 
 
@@ -110,6 +111,8 @@ def list_entries(fs: AbstractFileSystem, path: str, query: str, url: str) -> dic
         found = _list_s3(fs, path, url)
     elif "gs" in protocols:
         found = _list_gcs(fs, path, url)
+    elif "abfs" in protocols:
+        found = _list_azure(fs, path, url)
     elif "hf" in protocols:
         at = with_retries(url, lambda: fs.resolve_path(path))
         found = with_retries(url, lambda: _list_hub(fs, path, at, url))
@@ -164,7 +167,8 @@ def list_tree(fs: AbstractFileSystem, path: str, url: str) -> Iterator[tuple[str
         Unsafe: a name leads elsewhere.
     """
     protocols = [fs.protocol] if isinstance(fs.protocol, str) else list(fs.protocol)
-    pages = _list_s3 if "s3" in protocols else _list_gcs if "gs" in protocols else None
+    listers = {"s3": _list_s3, "gs": _list_gcs, "abfs": _list_azure}
+    pages = next((lister for name, lister in listers.items() if name in protocols), None)
     if pages is None:
         return None
     found = ((str(info["name"]).removeprefix(path + "/"), info) for info in pages(fs, path, url, deep=True))
@@ -216,6 +220,34 @@ def _list_gcs(fs: AbstractFileSystem, path: str, url: str, deep: bool = False) -
                 "type": "file",
                 "size": int(size) if size.isdecimal() else None,
             }
+
+
+def _list_azure(fs: AbstractFileSystem, path: str, url: str, deep: bool = False) -> Iterator[StoreInfo]:
+    """Yield fsspec's `info` of each blob and prefix directly below a path "container/key" of Azure, or with `deep` of
+    each blob at any depth; `url` is for messages. A blob that stands for a folder, as accounts with a hierarchical
+    namespace have them, is a folder."""
+    from fsspec.asyn import sync
+
+    container, _, key = path.partition("/")
+    where = {"name_starts_with": key + "/" if key else None, "include": ["metadata"], "results_per_page": _AZURE_PAGE}
+
+    async def ask(more: StoreInfo) -> StoreInfo:
+        """Return a page, in fsspec's event loop."""
+        client = fs.service_client.get_container_client(container)
+        pages = (client.list_blobs if deep else client.walk_blobs)(**where).by_page(**more)
+        return {"rows": [row async for row in await anext(pages)], "next": pages.continuation_token}
+
+    for page in follow_pages(
+        url,
+        lambda more: with_retries(url, lambda: sync(fs.loop, ask, more)),
+        lambda page: {"continuation_token": page["next"]} if page["next"] else None,
+    ):
+        for row in page["rows"]:
+            info: StoreInfo = {"name": f"{container}/{row.name}", "type": "directory", "size": 0}
+            if row.get("etag") and (row.metadata or {}).get("hdi_isfolder") != "true":
+                etag = str(row.etag).strip('"')  # as adlfs's info() gives it
+                info |= {"type": "file", "size": row.size, "etag": f'"{etag}"', "LastModified": row.last_modified}
+            yield info
 
 
 def _list_hub(fs: AbstractFileSystem, path: str, at: Any, url: str) -> list[StoreInfo]:

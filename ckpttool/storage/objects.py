@@ -1,4 +1,5 @@
-"""Single objects of a store: requests of S3, conditional writes of small objects, removal, legal holds.
+"""Single objects of a store: requests of S3 (azure.py has Azure's), conditional writes of small objects, removal, legal
+holds.
 
 Every write of `put_if_unchanged` carries a condition, If-None-Match or If-Match, so two writers cannot overwrite each
 other; a store that ignores conditions, as old imitations of S3 do, is not safe for a ledger that many write to.
@@ -11,11 +12,12 @@ from __future__ import annotations
 import io
 import re
 import time
-from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import IO, TYPE_CHECKING, Any
 
 from ..errors import DestinationExists, RemoteError, Unsupported, UsageError, argument
-from .answer_limits import RequestBudget, current_budget
+from .answer_limits import current_budget, watch_upload
+from .azure import AzureObject, is_azure
 from .listings import follow_pages
 from .remote import filesystem_for
 from .retries import POLICY, ConditionFailed, Denied, NotFound, with_retries
@@ -28,6 +30,7 @@ __all__ = [
     "NO_LOCK",
     "S3Answer",
     "S3Object",
+    "conditional_object",
     "exists_error",
     "get_with_token",
     "hide_object",
@@ -80,13 +83,39 @@ class S3Object:
                 body.seek(0)
             asked = getattr(client, method)(Bucket=self.bucket, **kwargs)
             budget = current_budget()
-            answer: S3Answer = await (_watch_upload(asked, body, budget) if budget and budget.writes else asked)
+            answer: S3Answer = await (watch_upload(asked, body, budget) if budget and budget.writes else asked)
             if read_body:
                 async with answer["Body"] as stream:
                     answer["Body"] = await stream.read()
             return answer
 
         return with_retries(self.url, lambda: sync(self.fs.loop, call), writes=method in _WRITES)
+
+    def read(self) -> tuple[bytes, str]:
+        """Return (bytes of a small object, its ETag).
+
+        Raises:
+            NotFound: there is none.
+        """
+        answer = self.request("get_object", read_body=True, Key=self.key)
+        return answer["Body"], required_value(answer, "ETag", self.url)
+
+    def put(self, data: bytes, token: str | None) -> None:
+        """Write a small object.
+
+        Args:
+            data: the new bytes.
+            token: the ETag that the object must have; None if there must be no such object.
+
+        Raises:
+            ConditionFailed, NotFound: it is another one by now.
+        """
+        condition: S3Answer = {"IfNoneMatch": "*"} if token is None else {"IfMatch": token}
+        self.request("put_object", Key=self.key, Body=io.BytesIO(data), **condition)
+
+    def delete(self) -> None:
+        """Remove the object from sight; a missing one is no error."""
+        self.request("delete_object", Key=self.key)
 
     def pages(self, method: str, following: Mapping[str, str], **kwargs: Any) -> Iterator[S3Answer]:
         """Yield the answers to a request that lists something, page by page.
@@ -212,32 +241,6 @@ class S3Object:
                 pass
 
 
-async def _watch_upload(asked: Awaitable[S3Answer], body: IO[bytes] | None, budget: RequestBudget) -> S3Answer:
-    """Return the answer to a request that sends something; cancel the request once nothing of its body was sent in a
-    whole period and no answer came.
-
-    Args:
-        asked: the request, which has not begun.
-        body: the file that is sent; None where nothing tells how far it is.
-        budget: gives the length of the period.
-
-    Raises:
-        Stalled: nothing was sent.
-    """
-    import asyncio
-
-    task, before = asyncio.ensure_future(asked), -1
-    while True:
-        done, _ = await asyncio.wait({task}, timeout=budget.stall_seconds)
-        if done:
-            return task.result()
-        now = body.tell() if body is not None else -1
-        if now == before:
-            task.cancel()
-            raise budget.stalled_error()
-        before = now
-
-
 def _completed_part(number: int, answer: Mapping[str, Any], url: str) -> S3Answer:
     """Return what S3 wants to know of a part when the upload is completed: its number, ETag and checksums.
 
@@ -277,6 +280,17 @@ def s3_object(url: str) -> S3Object | None:
     return S3Object(fs, path, url) if "s3" in protocol else None
 
 
+def conditional_object(url: str) -> S3Object | AzureObject | None:
+    """Return the object at a URL if the store has conditional writes, as S3 and Azure have; otherwise None. It need not
+    exist.
+
+    Raises:
+        UsageError: the URL is of no known store, or names a bucket or container alone.
+    """
+    fs, path, _ = filesystem_for(url)
+    return AzureObject(fs, path, url) if is_azure(fs) else s3_object(url)
+
+
 def exists_error(url: str) -> DestinationExists:
     """Return the error for an object that is already there; it is not raised."""
     return DestinationExists(
@@ -291,9 +305,9 @@ def hide_object(url: str) -> None:
     Raises:
         RemoteError: the store fails or does not allow it.
     """
-    at = s3_object(url)
+    at = conditional_object(url)
     if at is not None:
-        at.request("delete_object", Key=at.key)
+        at.delete()
         return
     fs, path, _ = filesystem_for(url)
     try:
@@ -352,18 +366,17 @@ def set_legal_hold(url: str, *, on: bool) -> bool:
 
 def get_with_token(url: str) -> tuple[bytes, str | None]:
     """Return (bytes of a small object, token that `put_if_unchanged` takes); (b"", None) if it does not exist. The
-    token is "" in a store that does not speak S3.
+    token is "" in a store without conditional writes.
 
     Raises:
         RemoteError: the store fails.
     """
-    at = s3_object(url)
+    at = conditional_object(url)
     try:
         if at is None:
             fs, path, _ = filesystem_for(url)
             return with_retries(redact_url(url), lambda: fs.cat_file(path)), ""
-        answer = at.request("get_object", read_body=True, Key=at.key)
-        return answer["Body"], required_value(answer, "ETag", at.url)
+        return at.read()
     except NotFound:
         return b"", None
 
@@ -378,19 +391,18 @@ def put_if_unchanged(url: str, data: bytes, token: str | None) -> bool:
         token: what `get_with_token` returned; None if there must be no such object.
 
     Raises:
-        Unsupported: the store has no conditional writes; only S3 and its like do.
+        Unsupported: the store has no conditional writes; only S3 and its like, and Azure, do.
         RemoteError: the store fails.
     """
-    at = s3_object(url)
+    at = conditional_object(url)
     if at is None:
         raise Unsupported(
-            f"{redact_url(url)}: this kind of store has no conditional writes; a ledger needs them. Use S3 or "
-            "a folder.",
+            f"{redact_url(url)}: this kind of store has no conditional writes; a ledger needs them. Use S3, "
+            "Azure or a folder.",
             code="CKPT0340",
         )
-    condition: S3Answer = {"IfNoneMatch": "*"} if token is None else {"IfMatch": token}
     try:
-        at.request("put_object", Key=at.key, Body=io.BytesIO(data), **condition)
+        at.put(data, token)
     except (ConditionFailed, NotFound):  # with If-Match, missing is another one's deletion
         return False
     return True

@@ -36,6 +36,7 @@ if TYPE_CHECKING:
 __all__ = ["RemoteSource", "commit_of", "filesystem_for"]
 
 _PACKAGE = {"s3": "s3fs", "s3a": "s3fs", "gs": "gcsfs", "gcs": "gcsfs"}
+_PACKAGE |= dict.fromkeys(("az", "abfs", "abfss"), "adlfs")
 # Fields by which stores identify the content of an object, the best first.
 _STRONG = ("ETag", "etag", "generation", "blob_id", "xet_hash")
 _VERSION = (
@@ -75,6 +76,11 @@ def filesystem_for(url: str) -> tuple[AbstractFileSystem, str, str]:
     if scheme in ("file", "local"):
         raise UsageError(f"{url}: give the path itself, without {scheme}://.", code="CKPT0214")
     query = ""
+    if _is_azure(scheme) and "?" in url:
+        raise UsageError(
+            f"{redact_url(url)}: a URL of Azure has no query; set AZURE_STORAGE_SAS_TOKEN to a signed one.",
+            code="CKPT0214",
+        )
     if scheme in ("http", "https"):
         url, _, query = url.partition("?")
     options: dict[str, Any] = {"use_listings_cache": False}
@@ -92,7 +98,8 @@ def filesystem_for(url: str) -> tuple[AbstractFileSystem, str, str]:
         how = "pip install aiohttp" if scheme in ("http", "https") else f"install fsspec's package for {scheme}://"
         raise MissingPackage(f"{scheme}:// needs a package that is not installed: {how}") from None
     except ValueError as e:
-        raise UsageError(f"{redact_url(url)}: {redacted_message(e)}.", code="CKPT0214") from None
+        azure = " Set AZURE_STORAGE_ACCOUNT_NAME or AZURE_STORAGE_CONNECTION_STRING." if _is_azure(scheme) else ""
+        raise UsageError(f"{redact_url(url)}: {redacted_message(e)}.{azure}", code="CKPT0214") from None
     except OSError as e:  # some stores (ftp) are asked for at once
         raise RemoteError(
             f"{redact_url(url)}: {redacted_message(e)}. Check the address and the network.", code="CKPT0901"
@@ -104,9 +111,18 @@ def filesystem_for(url: str) -> tuple[AbstractFileSystem, str, str]:
 
         bound_hub_client()
         logging.getLogger("huggingface_hub").setLevel(logging.ERROR)  # it logs its retries, with signed URLs
+    if _is_azure(scheme):
+        from .azure import bound_azure_client
+
+        bound_azure_client(fs)
     if scheme in ("s3", "s3a"):
         fs.retries = 1  # its own retries would multiply with ours
     return fs, path.rstrip("/"), f"?{query}" if query else ""
+
+
+def _is_azure(scheme: str) -> bool:
+    """Return whether a scheme ("az") is one of Azure's."""
+    return _PACKAGE.get(scheme) == "adlfs"
 
 
 @cache
@@ -278,7 +294,7 @@ class RemoteSource(Source):
 
     def list_ahead(self) -> bool:
         """Ask for all names below the URL, a thousand for each request; return whether `list` and `glance` send none
-        from now on, which only S3 and GCS allow, and for at most `LIMITS.names` names.
+        from now on, which only S3, GCS and Azure allow, and for at most `LIMITS.names` names.
 
         Raises:
             RemoteError: the store fails.

@@ -66,7 +66,7 @@ _LOST = {
     "RemoteDisconnected",
 }
 _BUSY = {"RequestTimeout", "SlowDown", "InternalError", "ServiceUnavailable", "OperationAborted", "Throttling"}
-_CONFLICT = {"PreconditionFailed", "ConditionalRequestConflict"}
+_CONFLICT = {"PreconditionFailed", "ConditionalRequestConflict", "BlobAlreadyExists"}
 
 
 class NotFound(RemoteError):
@@ -197,18 +197,20 @@ def classify_error(e: BaseException) -> tuple[type[RemoteError] | None, BaseExce
     fsspec wraps the errors of its clients, so the chain of causes is searched.
     """
     for x in _error_chain(e):
-        code, status = _botocore_code(x), _http_status(x)
+        code, status = _error_code(x), _http_status(x)
         if code in _BUSY or status in (408, 429) or ((status or 0) >= 500 and status != 501):
             return None, x
-        if code in _CONFLICT or status == 412:
+        if code in _CONFLICT or (status == 412 and code != "LeaseIdMissing"):
             return ConditionFailed, x
-        if code == "NoSuchBucket":
+        if code in ("NoSuchBucket", "ContainerNotFound", "LeaseIdMissing"):
             return RemoteError, x
         if status is not None and status >= 400:
             return {401: Denied, 403: Denied, 404: NotFound, 416: BadRange}.get(status, RemoteError), x
         names = {c.__name__ for c in type(x).__mro__}
         if "OfflineModeIsEnabled" in names:  # HF_HUB_OFFLINE
             return RemoteError, x
+        if "ClientAuthenticationError" in names:  # azure-identity finds no credentials
+            return Denied, x
         if _LOST & names:
             return None, x
     for kind, means in ((PermissionError, Denied), (FileNotFoundError, NotFound)):
@@ -226,11 +228,13 @@ def _error_chain(e: BaseException | None) -> Iterator[BaseException]:
         e = e.__cause__ or (None if e.__suppress_context__ else e.__context__)
 
 
-def _botocore_code(e: BaseException) -> str | None:
-    """Return the error code ("NoSuchBucket") in the answer that an exception of botocore holds; None where there is
-    none."""
-    response = getattr(e, "response", None)
-    return response.get("Error", {}).get("Code") if isinstance(response, dict) else None
+def _error_code(e: BaseException) -> str | None:
+    """Return the error code ("NoSuchBucket") in the answer that an exception of botocore or azure-core holds; None
+    where there is none."""
+    response, code = getattr(e, "response", None), getattr(e, "error_code", None)
+    if isinstance(response, dict):
+        code = response.get("Error", {}).get("Code")
+    return str(getattr(code, "value", code)) if code else None
 
 
 def _http_status(e: BaseException) -> int | None:
@@ -252,9 +256,10 @@ def redacted_message(e: BaseException) -> str:
         error = response.get("Error", {})
         text = ": ".join(str(t) for t in (error.get("Code"), error.get("Message")) if t)
     text = " ".join(f"{text or type(e).__name__}".split())
+    text = re.sub(r" RequestId:\S+ Time:\S+ ErrorCode:(\w+).*", r" (\1)", text)  # what Azure adds, among it the body
     text = re.sub(r"(://)[^/@\s]*@", r"\1", text)
     text = re.sub(r"(https?://[^\s?'\"]*)\?[^\s'\")]*", r"\1", text)
-    text = re.sub(r"(?i)((?:signature|credential|token|secret|password|key|key_?id)=)[^\s&,;'\")]+", r"\1***", text)
+    text = re.sub(r"(?i)((?:sig|signature|credential|token|secret|password|key|key_?id)=)[^\s&,;'\")]+", r"\1***", text)
     text = re.sub(r"(?i)\b((?:authorization|password|secret)\W{1,4}(?:bearer )?)[^\s,;'\")]+", r"\1***", text)
     for name, value in os.environ.items():
         if len(value) >= 8 and re.search(r"KEY|SECRET|TOKEN|PASSWORD|CREDENTIAL", name.upper()):

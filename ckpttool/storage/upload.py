@@ -5,7 +5,7 @@ Unless something is to be replaced, that request carries a condition (If-None-Ma
 each other.
 
 Sources: the API reference of S3 (CreateMultipartUpload, CompleteMultipartUpload, PutObject; "Multipart upload limits":
-10,000 parts of 5 MiB to 5 GiB).
+10,000 parts of 5 MiB to 5 GiB), and of Azure (Put Block, Put Block List: 50,000 blocks).
 """
 
 from __future__ import annotations
@@ -19,7 +19,8 @@ from dataclasses import dataclass
 from typing import IO, TYPE_CHECKING, Any
 
 from ..errors import CkpttoolError, NoSpace, RemoteError, Unsupported
-from .objects import NO_LOCK, S3Answer, S3Object, exists_error, hide_object, required_value, s3_object
+from .azure import AzureObject
+from .objects import NO_LOCK, S3Answer, S3Object, conditional_object, exists_error, required_value
 from .remote import filesystem_for
 from .retries import ConditionFailed, Denied, NotFound, with_retries
 from .urls import redact_url
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "SIZES",
+    "BlocksUpload",
     "FileUpload",
     "ObjectUpload",
     "PartsUpload",
@@ -108,28 +110,27 @@ class ObjectUpload:
         keep_parts: bool = False,
     ) -> None:
         self.url, self.force = url, force
-        at = s3_object(url)
-        if at is None and lock:
+        at = conditional_object(url)
+        if lock and not isinstance(at, S3Object):
             raise Unsupported(f"{redact_url(url)}: only S3 stores have object locks.", code="CKPT0340")
         self._to: PartsUpload | FileUpload
         self._left: list[tuple[str, str]] = []
         if at is None:
             self._to = FileUpload(url, force=force, block_bytes=SIZES.part_bytes)
+            self.locked = False
+            return
+        if not force and at.head() is not None:
+            raise exists_error(at.url)
+        size = choose_part_bytes(expect_bytes, SIZES.part_bytes)
+        pool = UploadPool(max(1, SIZES.in_flight_bytes // size))
+        if isinstance(at, AzureObject):
+            self._to = BlocksUpload(at, force=force, part_bytes=size, pool=pool)
         else:
-            if not force and at.head() is not None:
-                raise exists_error(at.url)
             self._at, self._left = at, at.list_unfinished_uploads(at.key, lambda key: key == at.key)
             if lock or not keep_parts:
                 self._remove_leftover_parts()
-            size = choose_part_bytes(expect_bytes, SIZES.part_bytes)
-            self._to = PartsUpload(
-                at,
-                force=force,
-                part_bytes=size,
-                pool=UploadPool(max(1, SIZES.in_flight_bytes // size)),
-                lock=dict(lock or {}),
-            )
-        self.locked = isinstance(self._to, PartsUpload) and self._to.locked
+            self._to = PartsUpload(at, force=force, part_bytes=size, pool=pool, lock=dict(lock or {}))
+        self.locked = self._to.locked
 
     def _remove_leftover_parts(self) -> None:
         """Remove the parts that an earlier run left of this object, once; what the store refuses to remove stays."""
@@ -140,7 +141,7 @@ class ObjectUpload:
     @property
     def sharable(self) -> bool:
         """Return whether other processes can send its parts: in S3, without an object lock."""
-        return isinstance(self._to, PartsUpload) and not self.locked
+        return isinstance(self._to, PartsUpload) and self._to.sharable
 
     @property
     def part_bytes(self) -> int:
@@ -224,6 +225,8 @@ class PartsUpload:
     """An object of S3: in parts where it has more than one, else in one request when it is committed. `on_disk` keeps
     the part that is being filled in a file without a name."""
 
+    at: S3Object
+
     def __init__(
         self,
         at: S3Object,
@@ -244,6 +247,11 @@ class PartsUpload:
         self.part, self.number, self.nbytes = self._new_part(), 0, 0
         self.done: dict[int, S3Answer] = {}
         self.pending: list[Future[None]] = []
+
+    @property
+    def sharable(self) -> bool:
+        """Return whether other processes can send its parts."""
+        return not self.locked
 
     def _new_part(self) -> IO[bytes]:
         """Return an empty temporary file for the bytes of the next part, on disk or in memory."""
@@ -334,17 +342,8 @@ class PartsUpload:
             RemoteError: the store fails, has lost parts, or another run has ended the upload.
         """
         self.flush()
-        only_new: dict[str, Any] = {} if self.force else {"IfNoneMatch": "*"}
         try:
-            if self.id is None:
-                self.at.request("put_object", Key=self.at.key, Body=self.part, Metadata=self.mark, **only_new)
-                self.part.close()
-            else:
-                parts = {"Parts": [self.done[k] for k in sorted(self.done)]}
-                self.at.request(
-                    "complete_multipart_upload", Key=self.at.key, UploadId=self.id, MultipartUpload=parts, **only_new
-                )
-                self._assert_whole()
+            self._complete()
         except (ConditionFailed, NotFound) as e:
             found = self.at.head()
             if found and self._is_ours(found):
@@ -353,6 +352,24 @@ class PartsUpload:
                 self.abort()
                 raise exists_error(self.at.url) from None
             raise upload_lost_error(self.at.url) from None
+
+    def _complete(self) -> None:
+        """Send the request that makes the object visible, and check what the store made.
+
+        Raises:
+            ConditionFailed, NotFound: it was created meanwhile, or another run has ended the upload.
+            RemoteError: the store fails, or has lost parts.
+        """
+        only_new: dict[str, Any] = {} if self.force else {"IfNoneMatch": "*"}
+        if self.id is None:
+            self.at.request("put_object", Key=self.at.key, Body=self.part, Metadata=self.mark, **only_new)
+            self.part.close()
+            return
+        parts = {"Parts": [self.done[k] for k in sorted(self.done)]}
+        self.at.request(
+            "complete_multipart_upload", Key=self.at.key, UploadId=self.id, MultipartUpload=parts, **only_new
+        )
+        self._assert_whole()
 
     def _assert_whole(self) -> None:
         """Check that the object which the store made of the parts has all the bytes that were sent; nothing is checked
@@ -370,7 +387,7 @@ class PartsUpload:
             return
         removed = found is not None and self._is_ours(found)
         if removed:
-            hide_object(f"s3://{self.at.bucket}/{self.at.key}")
+            self.at.delete()
         made = "made nothing" if size is None else f"made it of {size:,} bytes, not"
         raise RemoteError(
             f"{self.at.url}: the store {made} of the {self.nbytes:,} that were sent, although it confirmed every "
@@ -381,7 +398,7 @@ class PartsUpload:
 
     def _is_ours(self, found: Mapping[str, Any]) -> bool:
         """Return whether an object was written by this upload; `found` is its metadata (`S3Object.head`)."""
-        return bool(found.get("Metadata", {}).get("ckpttool-upload") == self.mark["ckpttool-upload"])
+        return bool(self.mark.items() <= found.get("Metadata", {}).items())
 
     def abort(self) -> None:
         """Cancel what waits, and remove the parts that were sent.
@@ -462,6 +479,46 @@ class SharedUpload(PartsUpload):
             return super()._is_ours(found)
         etag = f"{hashlib.md5(parts, usedforsecurity=False).hexdigest()}-{len(self.done)}"
         return bool(found.get("ETag", "").strip('"') == etag) or super()._is_ours(found)
+
+
+class BlocksUpload(PartsUpload):
+    """A blob of Azure. Its parts are blocks, whose ids are ours; one request makes the blob of them, and Azure removes
+    those that it did not use a week after the last was sent."""
+
+    at: AzureObject  # type: ignore[assignment]
+    sharable = False
+
+    def __init__(
+        self, at: AzureObject, *, force: bool, part_bytes: int, pool: UploadPool, on_disk: bool = False
+    ) -> None:
+        super().__init__(at, force=force, part_bytes=part_bytes, pool=pool, on_disk=on_disk)  # type: ignore[arg-type]
+        self.id = self.mark["ckpttool-upload"]
+        self.mark = {"ckpttool_upload": self.id}  # names of metadata are identifiers there
+
+    def _send_part(self, number: int, body: IO[bytes]) -> None:
+        """Send a block, the whole file `body`, in a thread of the pool; `number` counts from 1. No block is empty."""
+        body.seek(0)
+        if data := body.read():
+            block = f"{self.mark['ckpttool_upload'][:27]}{number:05}"  # as long as adlfs's, which may wait there
+            self.at.put_block(block, data)
+            self.done[number] = {"block": block}
+        body.close()
+
+    def _complete(self) -> None:
+        """Have the blob made of the blocks, and check it, as `PartsUpload._complete` does."""
+        blocks = [self.done[k]["block"] for k in sorted(self.done)]
+        try:
+            self.at.put_block_list(blocks, self.mark, only_new=not self.force)
+        except RemoteError as e:
+            if "InvalidBlockList" in str(e):  # another run completed the blob, which drops our blocks
+                raise NotFound(str(e)) from None
+            raise
+        self._assert_whole()
+
+    def abort(self) -> None:
+        """Cancel what waits; nothing removes blocks, which only Azure does."""
+        self.id = None
+        super().abort()
 
 
 class FileUpload:

@@ -10,10 +10,12 @@ from collections.abc import Iterable, Sequence, Set
 from ..bounded_json import parse
 from ..errors import CkpttoolError, Corrupt, DestinationExists, Unsafe, Unsupported, argument
 from . import upload
-from .objects import get_with_token, hide_object, put_if_unchanged, s3_object
+from .azure import AzureObject, is_azure
+from .listings import list_tree
+from .objects import conditional_object, get_with_token, hide_object, put_if_unchanged, s3_object
 from .remote import filesystem_for
 from .retries import NotFound, with_retries
-from .upload import FileUpload, PartsUpload, SharedUpload, UploadPool, choose_part_bytes
+from .upload import BlocksUpload, FileUpload, PartsUpload, SharedUpload, UploadPool, choose_part_bytes
 from .urls import UNFINISHED, redact_url
 
 __all__ = ["UploadFolder"]
@@ -26,7 +28,8 @@ class UploadFolder:
     last of `names`) last; what it replaces loses its marker first. Meanwhile an object `UNFINISHED` lists the names and
     identifies the run. If it is found later, the folder was never complete, and the next run replaces it. Of two runs,
     one has the note and the other stops; without `force` nothing is overwritten that was not there, as a part of an
-    interrupted run, at the beginning. A store without conditional requests (all but S3) is looked at again instead.
+    interrupted run, at the beginning. A store without conditional requests (all but S3 and Azure) is looked at
+    again instead.
 
     `open_at_once` files are written to at the same time; beyond `UploadSizes.buffered_bytes` their parts wait on the
     local disk.
@@ -89,6 +92,9 @@ class UploadFolder:
             RemoteError: the store fails.
         """
         try:
+            if is_azure(self._fs):
+                blobs = list_tree(self._fs, self._path, redact_url(self.url)) or ()
+                return sorted(name for name, info in blobs if info["type"] == "file")
             found: list[str] = with_retries(redact_url(self.url), lambda: self._fs.find(self._path))
         except NotFound:
             return []
@@ -160,9 +166,11 @@ class UploadFolder:
 
     def _start_upload(self, name: str) -> PartsUpload | FileUpload:
         """Return the upload of a new object, by its name relative to the URL."""
-        at = s3_object(f"{self.url}/{name}")
+        at = conditional_object(f"{self.url}/{name}")
         if at is None:
             return FileUpload(f"{self.url}/{name}", force=True, block_bytes=self.part_bytes)
+        if isinstance(at, AzureObject):
+            return BlocksUpload(at, force=True, part_bytes=self.part_bytes, pool=self._pool, on_disk=self.on_disk)
         return PartsUpload(at, force=True, part_bytes=self.part_bytes, pool=self._pool, on_disk=self.on_disk)
 
     def flush(self, name: str) -> None:

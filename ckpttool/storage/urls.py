@@ -25,6 +25,7 @@ UNFINISHED = ".ckpttool-partial"
 _MOST_NAME_BYTES = 1024  # of S3 and GCS
 
 _URL = re.compile(r"([a-z][a-z0-9+.-]*)://", re.IGNORECASE)
+_AZURE = re.compile(r"(?:az|abfss?)://", re.IGNORECASE)
 
 
 def is_url(path: str | os.PathLike[str]) -> bool:
@@ -39,8 +40,10 @@ def lower_scheme(url: str) -> str:
 
 
 def redact_url(url: str) -> str:
-    """Return a URL without user and password and, of a web server, without query and fragment: these may be
-    credentials."""
+    """Return a URL without user and password and, of a web server and of Azure, without query and, of the former,
+    without fragment: these may be credentials. What stands before @ in a URL of Azure is a container."""
+    if _AZURE.match(url):
+        return re.sub(r"(://)[^/@\s]*:[^/@\s]*@", r"\1", url).split("?")[0]
     url = re.sub(r"(://)[^/@\s]*@", r"\1", url)
     return url.split("?")[0].split("#")[0] if url.lower().startswith("http") else url
 
