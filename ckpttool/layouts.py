@@ -568,6 +568,7 @@ def place(path: str | os.PathLike[str]) -> Place:
         raise UsageError("The path is empty: an empty string names no file or folder.", code="CKPT0202")
     if urls.is_url(path):
         url = urls.lower_scheme(os.fspath(path))
+        urls.refuse_azure_query(url)
         if page := re.fullmatch(_HUB_PAGE, url):
             repository = f"hf://{page[1]}@{page[2]}" if page[2] else f"hf://{page[1]}"
             raise NotRecognised(

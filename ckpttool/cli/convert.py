@@ -89,7 +89,9 @@ def convert(
     src: Src,
     dst: Annotated[
         str,
-        typer.Argument(help="Where to write the new checkpoint: a path, or an s3:// or gs:// URL.", show_default=False),
+        typer.Argument(
+            help="Where to write the new checkpoint: a path, or an s3://, gs:// or az:// URL.", show_default=False
+        ),
     ],
     writing: WriteRequest,
     reading: OpenOptions,

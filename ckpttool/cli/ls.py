@@ -22,7 +22,8 @@ def ls(
     path: Annotated[
         str,
         typer.Argument(
-            help="A folder with the checkpoints of a run, or the URL of one (s3://, gs://, hf://).", show_default=False
+            help="A folder with the checkpoints of a run, or the URL of one (s3://, gs://, az://, hf://).",
+            show_default=False,
         ),
     ],
     fast: Annotated[

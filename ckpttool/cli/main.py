@@ -77,7 +77,7 @@ def build_app(word: str | None = None) -> App:
     built = App(
         name="ckpttool",
         help="Move PyTorch training checkpoints between layouts and world sizes, bit for bit, in constant memory.\n\n"
-        "Paths may be URLs (s3://, gs://, hf://, https://). Every command has --json, and -h shows examples.",
+        "Paths may be URLs (s3://, gs://, az://, hf://, https://). Every command has --json, and -h shows examples.",
         no_args_is_help=True,
         context_settings={"help_option_names": ["-h", "--help"]},
     )

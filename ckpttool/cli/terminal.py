@@ -50,7 +50,7 @@ __all__ = [
 Src = Annotated[
     str,
     typer.Argument(
-        help="A checkpoint in any layout: a folder, a file, or the URL of one (s3://, gs://, hf://, https://).",
+        help="A checkpoint in any layout: a folder, a file, or the URL of one (s3://, gs://, az://, hf://, https://).",
         show_default=False,
     ),
 ]

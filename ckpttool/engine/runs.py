@@ -200,7 +200,7 @@ def list_run(path: str | os.PathLike[str], *, look: bool = True) -> Run:
     A path that is a checkpoint itself is a run of one step.
 
     Args:
-        path: a folder, or the URL of one (s3://, gs://, hf://).
+        path: a folder, or the URL of one (s3://, gs://, az://, hf://).
         look: open the newest of the steps with equal files, at most eight, to find world sizes and what resumes from
             them; otherwise only names are read, and `world_size`, `next_step` and `problem` are empty.
 

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
 __all__ = ["AzureObject", "bound_azure_client", "is_azure"]
 
+_GET_BYTES = 8 << 20  # of one request; no range that we read has more
 _WRITES = frozenset({"stage_block", "commit_block_list", "upload_blob"})
 
 
@@ -45,6 +46,7 @@ def bound_azure_client(fs: AbstractFileSystem) -> None:
         transport=_bounded_transport()(),
         retry_total=0,
         permit_redirects=False,
+        max_single_get_size=_GET_BYTES,
         _location_mode=fs.location_mode,
     )
     fs.service_client.ckpttool_bounded = True
@@ -124,14 +126,15 @@ class AzureObject:
         async def call() -> tuple[bytes, Any]:
             """Read the blob once, in fsspec's event loop."""
             client = self.fs.service_client.get_blob_client(self.container, self.key)
-            stream = await client.download_blob(offset=0, length=LIMITS.answer_bytes)
+            stream = await client.download_blob()
+            if stream.size > LIMITS.answer_bytes:
+                raise RemoteError(
+                    f"{self.url} has {stream.size:,} bytes, more than the {LIMITS.answer_bytes:,} of a small object.",
+                    code="CKPT0906",
+                )
             return await stream.readall(), stream.properties
 
         data, properties = with_retries(self.url, lambda: sync(self.fs.loop, call))
-        if len(data) >= LIMITS.answer_bytes:
-            raise RemoteError(
-                f"{self.url} has more than the {LIMITS.answer_bytes:,} bytes that are read of it.", code="CKPT0906"
-            )
         return data, str(properties.etag)
 
     def put(self, data: bytes, token: str | None) -> None:

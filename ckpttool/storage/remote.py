@@ -1,5 +1,5 @@
-"""`RemoteSource`: the objects below one URL as a `Source`. Stores are those of fsspec (s3://, gs://, hf://,
-http(s)://).
+"""`RemoteSource`: the objects below one URL as a `Source`. Stores are those of fsspec (s3://, gs://, az://,
+hf://, http(s)://).
 
 A request costs a round trip, whatever it brings. So one listing gives the sizes and versions of all objects of a
 folder, announced ranges are fetched many at a time (prefetch.py), and `stream.Reader` uses more threads for remote
@@ -28,7 +28,7 @@ from .listings import file_info, list_entries, list_tree
 from .prefetch import FetchSizes, Prefetcher
 from .retries import BadRange, NotFound, redacted_message, with_retries
 from .source import Identity, Source
-from .urls import check_inside, redact_url, scheme_of
+from .urls import check_inside, redact_url, refuse_azure_query, scheme_of
 
 if TYPE_CHECKING:
     from fsspec import AbstractFileSystem
@@ -76,11 +76,7 @@ def filesystem_for(url: str) -> tuple[AbstractFileSystem, str, str]:
     if scheme in ("file", "local"):
         raise UsageError(f"{url}: give the path itself, without {scheme}://.", code="CKPT0214")
     query = ""
-    if _is_azure(scheme) and "?" in url:
-        raise UsageError(
-            f"{redact_url(url)}: a URL of Azure has no query; set AZURE_STORAGE_SAS_TOKEN to a signed one.",
-            code="CKPT0214",
-        )
+    refuse_azure_query(url)
     if scheme in ("http", "https"):
         url, _, query = url.partition("?")
     options: dict[str, Any] = {"use_listings_cache": False}

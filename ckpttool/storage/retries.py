@@ -257,6 +257,7 @@ def redacted_message(e: BaseException) -> str:
         text = ": ".join(str(t) for t in (error.get("Code"), error.get("Message")) if t)
     text = " ".join(f"{text or type(e).__name__}".split())
     text = re.sub(r" RequestId:\S+ Time:\S+ ErrorCode:(\w+).*", r" (\1)", text)  # what Azure adds, among it the body
+    text = text.replace(" ErrorCode:None", "")
     text = re.sub(r"(://)[^/@\s]*@", r"\1", text)
     text = re.sub(r"(https?://[^\s?'\"]*)\?[^\s'\")]*", r"\1", text)
     text = re.sub(r"(?i)((?:sig|signature|credential|token|secret|password|key|key_?id)=)[^\s&,;'\")]+", r"\1***", text)

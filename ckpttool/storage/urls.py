@@ -6,7 +6,7 @@ import os
 import re
 from urllib.parse import unquote
 
-from ..errors import Unsafe
+from ..errors import Unsafe, UsageError
 
 __all__ = [
     "UNFINISHED",
@@ -15,6 +15,7 @@ __all__ = [
     "is_url",
     "lower_scheme",
     "redact_url",
+    "refuse_azure_query",
     "scheme_of",
     "split_url",
 ]
@@ -46,6 +47,19 @@ def redact_url(url: str) -> str:
         return re.sub(r"(://)[^/@\s]*:[^/@\s]*@", r"\1", url).split("?")[0]
     url = re.sub(r"(://)[^/@\s]*@", r"\1", url)
     return url.split("?")[0].split("#")[0] if url.lower().startswith("http") else url
+
+
+def refuse_azure_query(url: str) -> None:
+    """Refuse a URL of Azure with a query, which may be a signature.
+
+    Raises:
+        UsageError: it has one.
+    """
+    if _AZURE.match(url) and "?" in url:
+        raise UsageError(
+            f"{redact_url(url)}: a URL of Azure has no query; set AZURE_STORAGE_SAS_TOKEN to a signed one.",
+            code="CKPT0214",
+        )
 
 
 def display_path(path: str | os.PathLike[str]) -> str:

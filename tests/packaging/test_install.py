@@ -211,6 +211,7 @@ NEEDS = {
     ),
     "s3": (["convert", DCP, "s3://b/x", "--to", "dcp"], "s3:// needs s3fs, which is not installed: pip install 'ckpttool[s3]'"),
     "gs": (["inspect", "gs://b/x"], "gs:// needs gcsfs, which is not installed: pip install 'ckpttool[gcs]'"),
+    "az": (["inspect", "az://c/x"], "az:// needs adlfs, which is not installed: pip install 'ckpttool[azure]'"),
 }  # fmt: skip
 
 

@@ -120,7 +120,7 @@ def test_no_such_store(url: str) -> None:
         ("s3fs", "s3://b/x", "pip install 'ckpttool[s3]'"),
         ("gcsfs", "gs://b/x", "pip install 'ckpttool[gcs]'"),
         ("fsspec", "s3://b/x", "pip install 'ckpttool[s3]'"),
-        ("adlfs", "az://b/x", "install fsspec's package for az://"),
+        ("adlfs", "az://b/x", "pip install 'ckpttool[azure]'"),
     ],
 )
 def test_package_missing(absent: str, url: str, how: str) -> None:
