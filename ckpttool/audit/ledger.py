@@ -222,9 +222,9 @@ def check_writable(store: str) -> list[LedgerEntry]:
             opened for writing, or not be locked.
     """
     if urls.is_url(store):
-        if not store.startswith("s3://"):
+        if objects.conditional_object(_ledger_url(store)) is None:
             raise Unsupported(
-                f"{urls.redact_url(store)}: a ledger needs a folder or an S3 store. Use {argument('no_ledger', True)}, "
+                f"{urls.redact_url(store)}: a ledger needs a folder, S3 or Azure. Use {argument('no_ledger', True)}, "
                 "and keep the hashes elsewhere.",
                 code="CKPT0340",
             )
