@@ -317,8 +317,8 @@ def hide_object(url: str) -> None:
 
 
 def remove_object(url: str) -> None:
-    """Remove an object, with every version that the store keeps of it, the oldest first; a missing object is not an
-    error.
+    """Remove an object, with every version that an S3 store keeps of it, the oldest first; a missing object is not an
+    error. Those of other stores are left to the rules of the account.
 
     In a bucket with versions, a deletion that names no version only hides the object, and no lock prevents that. So
     every version is named.

@@ -13,6 +13,8 @@ import pytest
 pytest.importorskip("adlfs")
 from fake_blob import KEY, Blobs, azurite, blob, environment
 
+from ckpttool.audit import ledger
+from ckpttool.audit.export import export
 from ckpttool.engine.conversion import convert
 from ckpttool.engine.diff import diff
 from ckpttool.engine.verification import verify
@@ -98,6 +100,16 @@ def test_conditions(container: str) -> None:
     objects.remove_object(f"{container}/a")
     objects.hide_object(f"{container}/a")
     assert objects.get_with_token(f"{container}/a") == (b"", None)
+
+
+def test_a_ledger(store: Blobs) -> None:
+    """Archives and their ledger, whose lines are written under conditions."""
+    for name in ("a", "b"):
+        export(DCP, f"az://c/store/{name}.tar.zst", in_ledger=True)
+    chain = ledger.verify_chain("az://c/store")
+    assert chain["entries"] >= 2 and ledger.check_writable("az://c/store")
+    verify("az://c/store/a.tar.zst", read_data=True, against=DCP)
+    assert sorted(store.blobs["c"]) == ["store/a.tar.zst", "store/b.tar.zst", "store/ledger.jsonl"]
 
 
 def test_a_blob_that_changes_is_an_error(store: Blobs) -> None:
