@@ -263,16 +263,17 @@ def _list_hub(fs: AbstractFileSystem, path: str, at: Any, url: str) -> list[Stor
     """
     from huggingface_hub import HfApi
 
-    head = path.removesuffix(at.path).rstrip("/")
+    below = at.path_in_repo if hasattr(at, "repo_id") else at.path
+    head = path.removesuffix(below).rstrip("/")
     out = []
     api: Any = HfApi(endpoint=fs.endpoint, token=fs.token)
     if hasattr(at, "repo_id"):
-        listed = api.list_repo_tree(at.repo_id, at.path, revision=at.revision, repo_type=at.repo_type)
+        listed = api.list_repo_tree(at.repo_id, below, revision=at.revision, repo_type=at.repo_type)
     else:  # a bucket, which also lists what begins like the folder's name
         listed = (
             entry
-            for entry in api.list_bucket_tree(at.bucket_id, at.path or None, recursive=False)
-            if not at.path or entry.path.startswith(f"{at.path}/")
+            for entry in api.list_bucket_tree(at.bucket_id, below or None, recursive=False)
+            if not below or entry.path.startswith(f"{below}/")
         )
     for entry in listed:
         info: StoreInfo = {"name": f"{head}/{entry.path}", "type": "directory", "size": 0}

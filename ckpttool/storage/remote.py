@@ -103,6 +103,9 @@ def filesystem_for(url: str) -> tuple[AbstractFileSystem, str, str]:
     if scheme == "hf":
         import logging
 
+        if path.startswith("buckets/"):
+            _check_hub_buckets(url)
+
         from .hub_limits import bound_hub_client
 
         bound_hub_client()
@@ -114,6 +117,22 @@ def filesystem_for(url: str) -> tuple[AbstractFileSystem, str, str]:
     if scheme in ("s3", "s3a"):
         fs.retries = 1  # its own retries would multiply with ours
     return fs, path.rstrip("/"), f"?{query}" if query else ""
+
+
+def _check_hub_buckets(url: str) -> None:
+    """Refuse the URL of a bucket where the huggingface_hub that is installed takes it for a repository.
+
+    Raises:
+        MissingPackage: it is too old.
+    """
+    import huggingface_hub
+    from huggingface_hub import hf_file_system
+
+    if not hasattr(hf_file_system, "HfFileSystemResolvedBucketPath"):
+        raise MissingPackage(
+            f"{redact_url(url)}: huggingface_hub {huggingface_hub.__version__} has no buckets in its file system: "
+            "pip install -U huggingface_hub"
+        )
 
 
 def _is_azure(scheme: str) -> bool:

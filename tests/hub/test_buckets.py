@@ -11,7 +11,7 @@ from fake_hub import OWNER, STRANGER, Hub
 from ckpttool.engine.conversion import convert
 from ckpttool.engine.diff import diff
 from ckpttool.engine.verification import verify
-from ckpttool.errors import NotRecognised, RemoteError, SourceChanged, Unsafe, UsageError
+from ckpttool.errors import MissingPackage, NotRecognised, RemoteError, SourceChanged, Unsafe, UsageError
 from ckpttool.hub.client import parse_target
 from ckpttool.layouts import place
 from ckpttool.storage import listings, retries
@@ -115,6 +115,13 @@ def test_nothing_is_written(hub: Hub, url: str, text: str) -> None:
     assert text in str(e.value) and not any(method in ("PUT", "POST") for method, *_ in hub.seen)
     with pytest.raises(UsageError, match=r"push and pull take model repositories.*`ckpttool convert` reads it"):
         parse_target(url)
+
+
+def test_an_old_huggingface_hub_is_named(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr("huggingface_hub.hf_file_system.HfFileSystemResolvedBucketPath")
+    with pytest.raises(MissingPackage, match="has no buckets in its file system: pip install -U huggingface_hub"):
+        RemoteSource(BUCKET)
+    assert RemoteSource(DATASET).list() == ["a"]
 
 
 @pytest.mark.parametrize("kind", ["datasets", "buckets"])
