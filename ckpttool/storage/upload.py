@@ -305,7 +305,7 @@ class PartsUpload:
         """
         if self.number == SIZES.parts:
             raise RemoteError(
-                f"{self.at.url}: {SIZES.parts:,} parts of {self.size:,} bytes are full; an object of the store has no more of them."
+                f"{self.at.url}: {SIZES.parts:,} parts of {self.size:,} bytes are full; an object has no more of them."
             )
         if self.id is None:
             self._start_multipart({})

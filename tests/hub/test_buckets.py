@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 from fake_hub import OWNER, STRANGER, Hub
+from huggingface_hub import hf_file_system
 
 from ckpttool.engine.conversion import convert
 from ckpttool.engine.diff import diff
@@ -19,6 +20,9 @@ from ckpttool.storage.answer_limits import Limits
 from ckpttool.storage.remote import RemoteSource
 
 DCP = Path(__file__).parents[2] / "fixtures" / "fsdp2_w3" / "ckpt"
+pytestmark = pytest.mark.skipif(
+    not hasattr(hf_file_system, "HfFileSystemResolvedBucketPath"), reason="this huggingface_hub has no buckets"
+)
 BUCKET, DATASET = "hf://buckets/org/runs", "hf://datasets/org/runs"
 
 
