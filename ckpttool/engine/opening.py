@@ -243,10 +243,11 @@ class OpenCheckpoint(Mapping[str, "TensorHandle"]):
         """Look at elements of at most `most` masters (fp32 copies), or of 4 where every read is a request, and say
         which do not round to the weights beside them; None where all do, and where their bytes cannot be read, which
         is for `locate` to say."""
+        ckpt = self.whole or self.checkpoint
+        if self.source.patched is not None or not ckpt.has_masters:
+            return None
         from .transform import masters
 
-        if self.source.patched is not None:
-            return None
         ckpt = self.checkpoint
         if self.whole is not None and masters.pairs_of_moments(self.whole, ckpt).tensors:
             ckpt = self.whole

@@ -24,6 +24,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from math import prod
 from typing import Any
@@ -144,7 +145,8 @@ def refuse_delta(source: Source, file: str | None) -> None:
     where = os.path.join(source.root, file or "").rstrip("/")
     found = find_delta(source, file, where)
     if found is None and file is None and (first := next((n for n in source.list() if n.endswith(_TENSORS)), None)):
-        found = None if "config.json" in source.list() else _read_trl(source, first, where)
+        with suppress(Corrupt):  # a cut file of another program is refused by its name
+            found = None if "config.json" in source.list() else _read_trl(source, first, where)
     if found is not None:
         raise Unsupported(
             f"{where} is {found.title}, and not a checkpoint: it holds changes to the weights of another one. Convert "

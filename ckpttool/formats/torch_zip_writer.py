@@ -223,7 +223,8 @@ class _Framing(NamedTuple):
         out: dict[str, dict[str, Any]] = {}
         if self.recorded:
             rebuilt = {n for n, state in self.salvage.items() if state.startswith("rebuilt")}
-            out["ckpttool.json"] = {n: d for n, d in digests.items() if n not in rebuilt}
+            own = self.checkpoint.tensors  # other files of a directory have the others
+            out["ckpttool.json"] = {n: d for n, d in digests.items() if n in own and n not in rebuilt}
         if self.salvage:
             out["ckpttool-salvage.json"] = dict(self.salvage)
         if self.values:

@@ -492,6 +492,11 @@ class Checkpoint:
         )
 
     @property
+    def has_masters(self) -> bool:
+        """Tell whether fp32 copies of weights are among the tensors."""
+        return bool(self.rounded) or any(t.path[:2] == ("extra", "master") for t in self.tensors.values())
+
+    @property
     def nbytes(self) -> int:
         """Bytes of all tensors."""
         return sum(t.nbytes for t in self.tensors.values())

@@ -133,16 +133,15 @@ def test_what_trainers_write_stays_theirs(tmp_path: Path) -> None:
 
 
 def test_a_data_loader_in_a_folder_of_dcp_is_not_left_without_a_word(tmp_path: Path) -> None:
-    """prime-rl's trainer/."""
     model, optimizer, _ = job()
     weights, moments = get_state_dict(model, optimizer)
     source = tmp_path / "trainer"
-    dcp.save({"app": {"model": weights, "optimizers": moments, "progress": {"step": 3}}}, checkpoint_id=source)
+    dcp.save({"model": weights, "optimizers": moments, "progress": {"step": 3}}, checkpoint_id=source)
     (source / "dataloader").mkdir()
     (source / "dataloader" / "data.py").touch()  # programs are no state
     done = ckpttool.convert(source, tmp_path / "out", to="dcp", world_size=1)
     assert not done.dropped
-    torch.save({"pos": 3}, source / "dataloader" / "rank_0.pt")
+    torch.save({"pos": 3}, source / "dataloader" / "state.pt")
     with pytest.raises(Unsupported, match=r"dataloader/ \(.*data loader\)"):
         ckpttool.convert(source, tmp_path / "two", to="dcp", world_size=1)
     assert [n for n, *_ in ckpttool.convert(source, tmp_path / "two", to="dcp", world_size=1, drop=True).dropped] == [

@@ -42,6 +42,7 @@ TARGETS: dict[str, dict[str, Any]] = {
     "universal": {}, "fsdp1": {"world_size": 3, "wrap": ["**.layers.*"]}, "accelerate": {"world_size": 2},
     "trainer": {"world_size": 2, "options": ckpttool.DirectoryOptions(state_dict_type="full")}, "lightning": {"world_size": 2},
     "torchtitan": {"world_size": 2}, "audit": {}, "megatron": {"world_size": 2}, "torch_checkpointing": {"world_size": 2},
+    "llamafactory": {"world_size": 2},
 }  # fmt: skip
 SUFFIX = {"full": ".pt", "audit": ".tar.zst"}
 
@@ -105,7 +106,8 @@ def convert(src: Path, dst: Path, to: str, **more: Any) -> Any:
 
 
 def test_every_layout_that_is_written_is_tried() -> None:
-    assert set(TARGETS) == {x.name for x in layouts().values() if x.write is not None}
+    untried = {"torchtune"}  # refuses the names of transformers; its files are those of full
+    assert set(TARGETS) | untried == {x.name for x in layouts().values() if x.write is not None}
 
 
 @pytest.mark.parametrize("to", TARGETS)

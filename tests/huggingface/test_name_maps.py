@@ -4,7 +4,6 @@ what is converted has the logits of the real other model, goes on with its losse
 from __future__ import annotations
 
 import json
-import os
 from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -210,27 +209,6 @@ def test_torchtune_s_optimizer_gets_the_names_and_the_order_of_weights_that_have
         assert torch.equal(mine["model.norm.weight"][slot], own["norm.scale"][slot])
     assert mine[q]["step"] == own[k]["step"]
     assert set(got["optim"]["param_groups"][0]["params"]) == set(weights)
-
-
-def test_the_lines_of_the_guide_make_the_two_files_of_torchtune(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """FullModelTorchTuneCheckpointer of 0.6.1 loaded them with should_load_recipe_state, and the recipe's optimizer took the state."""
-    tune = FOLDER / "tune-llama3"
-    monkeypatch.chdir(tmp_path)
-    ckpttool.convert(tune / "epoch_0", "from.pt", map="torchtune-llama3", config=str(tune))
-    ckpttool.convert("from.pt", "tune.pt", map="torchtune-llama3", config=str(tune), canonical_keys=True)
-    text = (peers.REPOSITORY / "docs" / "how-to" / "trainers" / "torchtune.md").read_text()
-    exec(text.partition("```py\n")[2].partition("```")[0], {"torch": torch, "os": os})
-    mine, own = (
-        [torch.load(f / name) for name in ("epoch_0/model-00001-of-00001.bin", "recipe_state/recipe_state.pt")]
-        for f in (tmp_path, tune)
-    )
-    assert mine[0].keys() == own[0].keys() and all(torch.equal(mine[0][n], t) for n, t in own[0].items())
-    assert set(mine[1]) == set(own[1])
-    for n, slots in own[1]["optimizer"]["state"].items():
-        assert all(torch.equal(mine[1]["optimizer"]["state"][n][slot], t) for slot, t in slots.items())
-    assert mine[1]["optimizer"]["param_groups"] == own[1]["optimizer"]["param_groups"]
 
 
 def test_a_model_of_transformers_goes_into_another_program_without_an_optimizer(case: Case, tmp_path: Path) -> None:

@@ -225,12 +225,13 @@ def _in_folder_above(source: Source, held: set[str], saves: Saves | None) -> Ite
     """
     parent, name = parent_of(source)
     known = (half for layout in layouts.layouts().values() for half in layout.program.halves)
-    half = next((h for h in known if re.fullmatch(h.folder, name)), None)
-    if not parent or (half is None and saves is None):
+    halves = [h for h in known if re.fullmatch(h.folder, name)]
+    if not parent or (not halves and saves is None):
         return
     with open_source(parent) as above:
         names = above.list()
-        if half is not None and not half.belongs(parent, names, name):
+        half = next((h for h in halves if h.belongs(parent, names, name)), None)
+        if halves and half is None:
             return
         if half is None and (saves is None or not saves.pointers & set(names)):
             return

@@ -26,10 +26,10 @@ from ... import layouts
 from ...errors import Corrupt, argument
 from ...index import boxes
 from ...index.checkpoint import Checkpoint, TensorEntry, joined
+from ...options import Progress
 from ...storage.buffers import DEFAULT_BUDGET, IOBudget
 from ...storage.source import Source
 from ..copy.dtypes import cast, numpy_dtype
-from ..copy.fill import Progress
 from ..copy.stream import Reader, StreamJob, side_by_side, small
 from ..handle import cut_chunks
 
