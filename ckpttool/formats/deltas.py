@@ -236,7 +236,7 @@ def _parse_row(row: Any) -> tuple[TensorPatch, str, str, int]:
 # ------------------------------------------------------------------------------------------------------ ModelExpress
 
 
-def _parse_manifest(source: Source, name: str, what: str) -> object:
+def _parse_manifest(source: Source, name: str, what: str) -> Any:
     """Return what a JSON file holds; None where it is none, so that it is no manifest of a delta."""
     try:
         return parse(source.read_all(name, _MOST_JSON), what)
