@@ -139,14 +139,15 @@ def refuse_delta(source: Source, file: str | None) -> None:
         file: the file that is meant; None for the folder.
 
     Raises:
-        Unsupported: with what it is, and what to do with it.
-        CkpttoolError: it is one that cannot be read.
+        Unsupported: with what it is, and what to do with it; or its encoding is not read.
     """
     where = os.path.join(source.root, file or "").rstrip("/")
-    found = find_delta(source, file, where)
-    if found is None and file is None and (first := next((n for n in source.list() if n.endswith(_TENSORS)), None)):
-        with suppress(Corrupt):  # a cut file of another program is refused by its name
-            found = None if "config.json" in source.list() else _read_trl(source, first, where)
+    found = None
+    with suppress(Corrupt):  # a file of another program, which is refused by its own name
+        found = find_delta(source, file, where)
+        names = source.list() if found is None and file is None else []
+        if "config.json" not in names and (first := next((n for n in names if n.endswith(_TENSORS)), None)):
+            found = _read_trl(source, first, where)
     if found is not None:
         raise Unsupported(
             f"{where} is {found.title}, and not a checkpoint: it holds changes to the weights of another one. Convert "
@@ -189,7 +190,7 @@ def _read_skyrl(source: Source, where: str) -> Delta | None:
         Corrupt, Unsafe: it is damaged, or its payloads are not those that it lists.
     """
     what = os.path.join(where, _MANIFEST)
-    found = _parse_manifest(source, _MANIFEST, what)
+    found = parse(source.read_all(_MANIFEST, _MOST_JSON), what)
     if not isinstance(found, dict) or not {"version", "base_version", "tensors"} <= found.keys():
         return None
     try:
@@ -236,14 +237,6 @@ def _parse_row(row: Any) -> tuple[TensorPatch, str, str, int]:
 # ------------------------------------------------------------------------------------------------------ ModelExpress
 
 
-def _parse_manifest(source: Source, name: str, what: str) -> Any:
-    """Return what a JSON file holds; None where it is none, so that it is no manifest of a delta."""
-    try:
-        return parse(source.read_all(name, _MOST_JSON), what)
-    except Corrupt:
-        return None
-
-
 def _read_modelexpress(source: Source, index: str, where: str) -> Delta | None:
     """Read a folder of ModelExpress by its index; None where the index is that of a model.
 
@@ -251,7 +244,7 @@ def _read_modelexpress(source: Source, index: str, where: str) -> Delta | None:
         Corrupt, Unsafe: it is damaged. Unsupported: its encoding is another.
     """
     what = os.path.join(where, index)
-    found = _parse_manifest(source, index, what)
+    found = parse(source.read_all(index, _MOST_JSON), what)
     about = found.get("metadata") if isinstance(found, dict) else None
     if not isinstance(about, dict) or "delta_encoding" not in about:
         return None

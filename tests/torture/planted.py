@@ -41,7 +41,7 @@ OPTIONAL = (
     "shellingham", "simplejson", "sitecustomize", "sklearn", "snappy", "socks", "socksio", "soundfile", "soxr", "swanlab", "tabulate",
     "tensorboard", "tensorboardX", "tensorflow", "tensorrt", "torch2trt", "torch_mlu", "torch_musa", "torch_npu", "torch_sdaa", "torch_xla",
     "torchao", "torchaudio", "torchcomms", "torchdistx", "torchvision", "tornado", "trackio", "transformer_engine", "tree", "triton", "tvm",
-    "ucp", "ujson", "usercustomize", "uvloop", "wandb", "wsaccel", "xarray", "zstd",
+    "ucp", "ujson", "urlparse", "usercustomize", "uvloop", "wandb", "wsaccel", "xarray", "zstd",
 )  # fmt: skip
 NAMES = tuple(
     sorted(
