@@ -26,7 +26,7 @@ from ckpttool.errors import Unsupported
 from ckpttool.program import Advice, Program, StateFile
 from ckpttool.storage.source import Source
 
-from .dialect import DATA, Dialect, DirectoryPart
+from .dialect import DATA, Dialect, DirectoryPart, rows_of_unrun_program
 from .filenames import RANDOM_STATES, numbered, optimizers_in, rest_in
 
 __all__ = ["DIFFUSERS", "FAIRSEQ2", "LEROBOT"]
@@ -43,25 +43,6 @@ def _next_step(name: str) -> Callable[[Advice], str]:
         return f"resumes in {name} as it was saved; for torch's own: {advice.convert('--to dcp -n RANKS')}"
 
     return say
-
-
-def _rows(name: str, title: str, what: str, optimizer: str, loader: str) -> dict[str, tuple[tuple[str, ...], ...]]:
-    """Return the rows of a program in the tables of the documents (docs/_hooks.py).
-
-    Args:
-        name: of the layout.
-        title: of the program.
-        what: of which files a checkpoint is made.
-        optimizer: of which jobs the optimizer is read.
-        loader: whether the data loader is read.
-    """
-    read = "yes; the format of its files, the program itself was not run"
-    return {
-        "readme-trainers": ((f"{title} (**{name}**)", what, optimizer, "yes", "yes", loader),),
-        "layouts": ((f"**{name}**", f"{title}: {what}", "not written"),),
-        "directories": ((f"{title}: {what}", f"`{name}`", "weights, and what is beside them"),),
-        "resumed": ((title, read, "not written", optimizer, "yes", "yes", loader),),
-    }
 
 
 def _image_models(source: Source) -> list[str]:
@@ -101,12 +82,13 @@ DIFFUSERS = Dialect(
     parts=_parts_of_diffusers,
     world_size=lambda source: max((i + 1 for _, i in numbered(source.list(), RANDOM_STATES)), default=None),
     program=Program(
-        rows=_rows(
+        rows=rows_of_unrun_program(
             "diffusers",
             "diffusers",
             "`checkpoint-N` of its scripts: the model and its average in folders, states of Accelerate",
-            "where its order is known",
-            "none saved",
+            "weights, and what is beside them",
+            optimizer="where its order is known",
+            loader="none saved",
         ),
         next_step=_next_step("diffusers"),
         step_word="checkpoint",
@@ -149,12 +131,13 @@ LEROBOT = Dialect(
     detect=_is_lerobot,
     parts=_parts_of_lerobot,
     program=Program(
-        rows=_rows(
+        rows=rows_of_unrun_program(
             "lerobot",
             "lerobot",
             "a step's `pretrained_model` and `training_state`",
-            "of sharded jobs",
-            "none saved",
+            "weights, and what is beside them",
+            optimizer="of sharded jobs",
+            loader="none saved",
         ),
         next_step=_next_step("lerobot"),
         state_files=(
@@ -211,12 +194,13 @@ FAIRSEQ2 = Dialect(
     detect=_is_fairseq2,
     parts=_parts_of_fairseq2,
     program=Program(
-        rows=_rows(
+        rows=rows_of_unrun_program(
             "fairseq2",
             "fairseq2",
             "`step_N` of a model in one file; shards are refused",
-            "where its order is known",
-            "yes",
+            "weights, and what is beside them",
+            optimizer="where its order is known",
+            loader="yes",
         ),
         next_step=_next_step("fairseq2"),
         part_folders="model|optimizer|trainer|data_reader",

@@ -62,6 +62,7 @@ __all__ = [
     "live_name",
     "locate",
     "read",
+    "rows_of_unrun_program",
     "with_saved_names",
 ]
 
@@ -647,3 +648,25 @@ def locate(ckpt: Checkpoint, source: Source) -> Checkpoint:
     if ckpt.config is not None and any(f.endswith(".safetensors") for f in ckpt.files):
         ckpt = hf.locate(ckpt, source)
     return ckpt
+
+
+def rows_of_unrun_program(
+    name: str, title: str, what: str, state: str, *, optimizer: str = "yes", rng: str = "yes", loader: str
+) -> dict[str, tuple[tuple[str, ...], ...]]:
+    """Return the rows, in the tables of the documents (docs/_hooks.py), of a program whose source was read and that was
+    not run.
+
+    Args:
+        name: of the layout.
+        title: of the program.
+        what: of which files a checkpoint is made.
+        state: what it holds.
+        optimizer, rng, loader: whether the optimizer, the RNG states and the data loader are read.
+    """
+    read = "yes; the format of its files, the program itself was not run"
+    return {
+        "readme-trainers": ((f"{title} (**{name}**)", what, optimizer, "yes", rng, loader),),
+        "layouts": ((f"**{name}**", f"{title}: {what}", "not written"),),
+        "directories": ((f"{title}: {what}", f"`{name}`", state),),
+        "resumed": ((title, read, "not written", optimizer, "yes", rng, loader),),
+    }

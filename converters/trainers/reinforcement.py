@@ -36,7 +36,7 @@ from ckpttool.storage.overlay import parent_of
 from ckpttool.storage.source import Source
 from ckpttool.storage.sources import open_source
 
-from .dialect import DATA, Dialect, DirectoryPart
+from .dialect import DATA, Dialect, DirectoryPart, rows_of_unrun_program
 from .filenames import numbered
 
 __all__ = ["NEMO_RL", "PRIME_RL", "SKYRL", "XTUNER", "is_model_of_skyrl"]
@@ -53,28 +53,6 @@ def _resumes(name: str, same_ranks: bool = False) -> Callable[[Advice], str]:
         return f"resumes in {name} {where}; for torch's own: {advice.convert('--to dcp -n RANKS')}"
 
     return next_step
-
-
-def _rows(
-    name: str, title: str, what: str, state: str, rng: str, loader: str
-) -> dict[str, tuple[tuple[str, ...], ...]]:
-    """Return the rows of a program in the tables of the documents (docs/_hooks.py).
-
-    Args:
-        name: of the layout.
-        title: of the program.
-        what: of which files a checkpoint is made.
-        state: what it holds.
-        rng: whether the RNG state is read.
-        loader: whether the data loader is read.
-    """
-    read = "yes; the format of its files, the program itself was not run"
-    return {
-        "readme-trainers": ((f"{title} (**{name}**)", what, "yes", "yes", rng, loader),),
-        "layouts": ((f"**{name}**", f"{title}: {what}", "not written"),),
-        "directories": ((f"{title}: {what}", f"`{name}`", state),),
-        "resumed": ((title, read, "not written", "yes", "yes", rng, loader),),
-    }
 
 
 def is_model_of_skyrl(source: Source) -> bool:
@@ -127,13 +105,13 @@ SKYRL = Dialect(
     parts=_parts_of_skyrl,
     own_keys=True,
     program=Program(
-        rows=_rows(
+        rows=rows_of_unrun_program(
             "skyrl",
             "SkyRL",
             "`global_step_N` without a critic, or `policy`, `critic`: a file a rank, `data.pt`, `trainer_state.pt`",
             "weights, optimizer, scheduler, RNG of every rank, the data loader, counters",
-            "yes",
-            "yes",
+            rng="yes",
+            loader="yes",
         ),
         next_step=_resumes("SkyRL", same_ranks=True),
         halves=(
@@ -192,13 +170,13 @@ NEMO_RL = Dialect(
     own_keys=True,
     aliases=("nemo-rl",),
     program=Program(
-        rows=_rows(
+        rows=rows_of_unrun_program(
             "nemo_rl",
             "NeMo-RL",
             "`step_N`: `policy/weights` and `policy/optimizer` (DCP), `train_dataloader.pt`",
             "weights, optimizer, scheduler, data loader, counters",
-            "none saved",
-            "yes",
+            rng="none saved",
+            loader="yes",
         ),
         next_step=_resumes("NeMo-RL"),
         part_folders="policy|weights|optimizer",
@@ -250,13 +228,13 @@ PRIME_RL = Dialect(
     own_keys=True,
     aliases=("prime-rl",),
     program=Program(
-        rows=_rows(
+        rows=rows_of_unrun_program(
             "prime_rl",
             "prime-rl",
             "`step_N`, or `trainer` in it: DCP with `dataloader/rank_R.pt`, and `orchestrator/progress.pt`",
             "weights, optimizer, scheduler, progress, data loader of every rank",
-            "none saved",
-            "of every rank",
+            rng="none saved",
+            loader="of every rank",
         ),
         next_step=_resumes("prime-rl"),
         part_folders="trainer|dataloader|orchestrator",
@@ -307,13 +285,13 @@ XTUNER = Dialect(
     parts=_parts_of_xtuner,
     notes=_notes_of_xtuner,
     program=Program(
-        rows=_rows(
+        rows=rows_of_unrun_program(
             "xtuner",
             "xtuner v1",
             "`weights/` (DCP), `dataloader`, `lr_scheduler`, `train_state.json`",
             "weights, optimizer, scheduler, data loader, counters",
-            "none saved",
-            "yes",
+            rng="none saved",
+            loader="yes",
         ),
         next_step=_resumes("xtuner"),
         halves=(Half("weights", belongs=lambda above, names, name: "train_state.json" in names),),
