@@ -210,15 +210,11 @@ def _average(inputs: list[_Input], request: AverageRequest) -> MergedCheckpoint:
         **({"base": inputs[-1].facts} if request.base is not None else {}),
     }
     out = replace(
-        ckpt,
+        ckpt.without_source_facts(),
         files=files.names,
         sizes=files.sizes,
         tensors=tensors,
         values={n: v for n, v in ckpt.values.items() if v.component == "model"},
-        origin={},
-        trainer=None,
-        recorded={},
-        rounded={},
         notes=[*ckpt.notes, *notes],
         derived={"average": facts},
     )

@@ -172,15 +172,11 @@ def _patch(base: OpenCheckpoint, deltas: list[Delta], sources: list[Source]) -> 
     most = max((len(changes) for changes in steps.values()), default=0)
     files.working_bytes += reader.working_bytes + base.source.working_bytes + most * WORKING_BYTES
     out = replace(
-        located,
+        located.without_source_facts(),
         files=files.names,
         sizes=files.sizes,
         tensors=tensors,
         values={n: v for n, v in located.values.items() if v.component == "model"},
-        origin={},
-        trainer=None,
-        recorded={},
-        rounded={},
         notes=[*located.notes, *_describe(base, deltas)],
         derived={"applied": {"deltas": [_record(d) for d in deltas]}},
     )

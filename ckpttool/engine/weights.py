@@ -228,15 +228,11 @@ def _finish(
         left += [f"{count_noun(len(behind), 'entry', 'entries')} of {', '.join(parts)}"] if behind else []
         said += f"; left behind: {' and '.join(left)}"
     out = replace(
-        ckpt,
+        ckpt.without_source_facts(),
         files=computed.names,
         sizes=computed.sizes,
         tensors=tensors,
         values=values,
-        origin={},
-        trainer=None,
-        recorded={},
-        rounded={},
         notes=[*ckpt.notes, said, *notes],
         derived={
             "weights": {"key": key, "tensors": len(tensors) - len(of_model), "of_model": of_model, "notes": notes}

@@ -543,6 +543,11 @@ class Checkpoint:
         keep = set(components)
         return self.part(lambda name: name.partition(".")[0] in keep)
 
+    def without_source_facts(self) -> Checkpoint:
+        """Return the same index without what holds for the bytes of the source alone: the digests that it records, the
+        weights that its engine computes with, the order of its optimizer, and its trainer."""
+        return replace(self, origin={}, trainer=None, recorded={}, rounded={})
+
     def part(self, holds: Callable[[str], bool]) -> Checkpoint:
         """Return the same checkpoint with nothing but the entries that `holds` is true of."""
         lost = self.salvage
