@@ -626,5 +626,9 @@ def write_torchtune(ckpt: Checkpoint, source: Source, options: WriteOptions) -> 
     out = joined_drafts("torchtune", ckpt, drafts, options, options.world_size or ckpt.world_size)
     out.checkpoint.values = {n: v for n, v in out.checkpoint.values.items() if n not in map(joined, made)}
     out.synthesized_values |= {joined(p): data for p, data in made.items()}
+    if not own:
+        out.notes.append(
+            f'no weight has a name of torchtune\'s models (first "{names[0]}"): the recipe has to build this one'
+        )
     out.notes += [f"a distributed recipe begins epoch {run} at its first row: torchtune saves no place in it", *kept]
     return out
