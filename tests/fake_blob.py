@@ -23,7 +23,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import BaseHTTPRequestHandler
 from pathlib import Path
 from typing import Any, NamedTuple
 from urllib.parse import parse_qsl, unquote, urlsplit
@@ -31,7 +31,7 @@ from xml.etree import ElementTree
 from xml.sax.saxutils import escape
 
 import pytest
-from stores import body_of
+from stores import Served, body_of
 
 ACCOUNT = "devstoreaccount1"
 #: The key of every emulator of Azure, which is no secret.
@@ -64,32 +64,19 @@ def environment(monkeypatch: pytest.MonkeyPatch, endpoint: str) -> None:
     AzureBlobFileSystem.clear_instance_cache()
 
 
-class Blobs(ThreadingHTTPServer):
+class Blobs(Served):
     """The server; it serves between `with` and its end."""
 
     daemon_threads = True
 
     def __init__(self, rule: Rule | None = None) -> None:
-        super().__init__(("127.0.0.1", 0), _Handler)
+        super().__init__(_Handler)
         self.endpoint = f"http://127.0.0.1:{self.server_address[1]}/{ACCOUNT}"
         self.rule: Rule = rule or (lambda method, path: None)
         self.blobs: dict[str, dict[str, Blob]] = {}
         self.blocks: dict[tuple[str, str], dict[str, bytes]] = {}  # that are not in a blob yet
         self.seen: list[tuple[str, str]] = []
         self.lock = threading.RLock()
-        self._thread = threading.Thread(target=self.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True)
-
-    def __enter__(self) -> Blobs:
-        self._thread.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.shutdown()
-        self._thread.join()
-        self.server_close()
-
-    def handle_error(self, request: Any, client_address: Any) -> None:
-        """Cut connections are what this is for."""
 
 
 class _Refused(Exception):

@@ -34,13 +34,13 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from fnmatch import fnmatch
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import BaseHTTPRequestHandler
 from pathlib import Path
 from typing import Any, NamedTuple
 from urllib.parse import parse_qs, quote, unquote, urlsplit
 
 import pytest
-from stores import body_of
+from stores import Served, body_of
 
 OWNER, STRANGER = "hf_OwnerOwnerOwnerOwnerOwner012345", "hf_StrangerStrangerStranger012345"
 What = int | tuple[int, bytes] | str | None
@@ -122,7 +122,7 @@ def pointed(sha256: str, size: int) -> Blob:
     return Blob(regular(text).oid, size, sha256, None, len(text))
 
 
-class Hub(ThreadingHTTPServer):
+class Hub(Served):
     """The server; it serves between `with` and its end.
 
     `threshold` bytes and more, and safetensors of any size, go to LFS; objects of more than `part` bytes in parts;
@@ -134,7 +134,7 @@ class Hub(ThreadingHTTPServer):
     def __init__(
         self, rule: Rule | None = None, threshold: int = 1 << 20, part: int = 1 << 20, page: int = 1000
     ) -> None:
-        super().__init__(("127.0.0.1", 0), _Handler)
+        super().__init__(_Handler)
         self.endpoint = f"http://127.0.0.1:{self.server_address[1]}"
         self.rule: Rule = rule or (lambda method, path: None)
         self.threshold, self.part, self.page = threshold, part, page
@@ -147,19 +147,6 @@ class Hub(ThreadingHTTPServer):
         self.sent: Counter[str] = Counter()
         self.taken: Counter[str] = Counter()
         self.lies: dict[str, str] = {}
-        self._thread = threading.Thread(target=self.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True)
-
-    def __enter__(self) -> Hub:
-        self._thread.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.shutdown()
-        self._thread.join()
-        self.server_close()
-
-    def handle_error(self, request: Any, client_address: Any) -> None:
-        """Cut connections are what this is for."""
 
     # ------------------------------------------------------------------------------------------ what a test asks for
 

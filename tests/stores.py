@@ -22,7 +22,7 @@ import uuid
 from collections.abc import Callable
 from functools import cache
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from typing import Any
+from typing import Any, Self
 
 import pytest
 
@@ -116,20 +116,14 @@ def moto() -> Moto:
     return Moto()
 
 
-class Flaky(ThreadingHTTPServer):
-    """A proxy before a server, that fails as its rule says. `seen` are (method, path, what was done) of requests."""
+class Served(ThreadingHTTPServer):
+    """A server on a free port of this machine, in a thread of its own while the block runs."""
 
-    daemon_threads = True
-
-    def __init__(self, endpoint: str, rule: Rule) -> None:
-        super().__init__(("127.0.0.1", 0), _Proxy)
-        self.target, self.rule = endpoint.removeprefix("http://"), rule
-        self.endpoint = f"http://127.0.0.1:{self.server_address[1]}"
-        self.seen: list[tuple[str, str, What]] = []
-        self.headers: list[dict[str, str]] = []
+    def __init__(self, handler: type[BaseHTTPRequestHandler]) -> None:
+        super().__init__(("127.0.0.1", 0), handler)
         self._thread = threading.Thread(target=self.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True)
 
-    def __enter__(self) -> Flaky:
+    def __enter__(self) -> Self:
         self._thread.start()
         return self
 
@@ -140,6 +134,19 @@ class Flaky(ThreadingHTTPServer):
 
     def handle_error(self, request: Any, client_address: Any) -> None:
         """Cut connections are what this is for."""
+
+
+class Flaky(Served):
+    """A proxy before a server, that fails as its rule says. `seen` are (method, path, what was done) of requests."""
+
+    daemon_threads = True
+
+    def __init__(self, endpoint: str, rule: Rule) -> None:
+        super().__init__(_Proxy)
+        self.target, self.rule = endpoint.removeprefix("http://"), rule
+        self.endpoint = f"http://127.0.0.1:{self.server_address[1]}"
+        self.seen: list[tuple[str, str, What]] = []
+        self.headers: list[dict[str, str]] = []
 
     def did(self, what: What) -> int:
         return sum(d == what for _, _, d in self.seen)
