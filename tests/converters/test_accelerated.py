@@ -23,35 +23,23 @@ from ckpttool.storage.source import Source
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
 
-def test_a_folder_of_diffusers_is_one_state_with_the_average_beside_it(tmp_path: Path) -> None:
+def diffusers(path: Path) -> None:
     model, optimizer, scheduler = job()
-    source = tmp_path / "checkpoint-500"
     average = {n: t + 1 for n, t in model.state_dict().items()}
     for folder, weights in (("unet", model.state_dict()), ("unet_ema", average)):
-        (source / folder).mkdir(parents=True)
-        save_file(weights, source / folder / "diffusion_pytorch_model.safetensors")
-        (source / folder / "config.json").write_text('{"_class_name": "UNet2DConditionModel"}')
-    torch.save(optimizer.state_dict(), source / "optimizer.bin")
-    torch.save(scheduler.state_dict(), source / "scheduler.bin")
+        (path / folder).mkdir(parents=True)
+        save_file(weights, path / folder / "diffusion_pytorch_model.safetensors")
+        (path / folder / "config.json").write_text('{"_class_name": "UNet2DConditionModel"}')
+    torch.save(optimizer.state_dict(), path / "optimizer.bin")
+    torch.save(scheduler.state_dict(), path / "scheduler.bin")
     random_states = {"step": 3, "numpy_random_seed": np.random.get_state(), "torch_manual_seed": torch.get_rng_state()}
-    torch.save(random_states, source / "random_states_0.pkl")
-    (row,) = detection.below(Source(tmp_path)).checkpoints
-    assert (row.layout, row.complete, row.step) == ("diffusers", True, 500)
-    done = ckpttool.convert(source, tmp_path / "out", to="dcp", world_size=1)
-    assert not done.dropped
-    tree = load_dcp(tmp_path / "out")
-    assert same_value(tree["model"], dict(model.state_dict())) and same_value(tree["extra"]["unet_ema"], average)
-    for (name, p), slots in zip(model.named_parameters(), optimizer.state.values(), strict=True):
-        assert p.requires_grad and same_value(tree["optim"]["state"][name], slots)
-    assert torch.equal(tree["rng"]["0"]["cpu"], random_states["torch_manual_seed"])
+    torch.save(random_states, path / "random_states_0.pkl")
 
 
-@pytest.mark.parametrize("sharded", [True, False])
-def test_a_step_of_lerobot_is_one_state_and_says_what_was_not_read(sharded: bool, tmp_path: Path) -> None:
+def lerobot(path: Path, sharded: bool = True) -> None:
     model, optimizer, _ = job()
     weights, moments = get_state_dict(model, optimizer)
-    source = tmp_path / "005000"
-    policy, state = source / "pretrained_model", source / "training_state"
+    policy, state = path / "pretrained_model", path / "training_state"
     if sharded:
         dcp.save({"model": weights}, checkpoint_id=policy / "pytorch_model_fsdp_0")
         dcp.save({"optimizer": moments}, checkpoint_id=state / "optimizer_0")
@@ -64,6 +52,44 @@ def test_a_step_of_lerobot_is_one_state_and_says_what_was_not_read(sharded: bool
     save_file({"torch_rng_state": torch.get_rng_state()}, state / "rng_state.safetensors")
     (state / "scheduler_state.json").write_text(json.dumps({"last_epoch": 3}))
     (state / "training_step.json").write_text(json.dumps({"step": 5000}))
+
+
+def fairseq2(path: Path) -> None:
+    model, optimizer, _ = job()
+    files = {
+        "model/pp_00/tp_00/sdp_00.pt": model.state_dict(), "optimizer/pp_00/tp_00/sdp_00.pt": optimizer.state_dict(),
+        "trainer/rank_00.pt": {"step_nr": 3}, "trainer/rank_01.pt": {"step_nr": 3, "own": 1},
+        "data_reader/dp_00.pt": {"at": 3}, "data_reader/dp_01.pt": {"at": 4},
+    }  # fmt: skip
+    for name, tree in files.items():
+        (path / name).parent.mkdir(parents=True, exist_ok=True)
+        torch.save(tree, path / name)
+
+
+def test_a_folder_of_diffusers_is_one_state_with_the_average_beside_it(tmp_path: Path) -> None:
+    source = tmp_path / "checkpoint-500"
+    diffusers(source)
+    model, optimizer, _ = job()
+    average = {n: t + 1 for n, t in model.state_dict().items()}
+    (row,) = detection.below(Source(tmp_path)).checkpoints
+    assert (row.layout, row.complete, row.step) == ("diffusers", True, 500)
+    done = ckpttool.convert(source, tmp_path / "out", to="dcp", world_size=1)
+    assert not done.dropped
+    tree = load_dcp(tmp_path / "out")
+    assert same_value(tree["model"], dict(model.state_dict())) and same_value(tree["extra"]["unet_ema"], average)
+    for (name, p), slots in zip(model.named_parameters(), optimizer.state.values(), strict=True):
+        assert p.requires_grad and same_value(tree["optim"]["state"][name], slots)
+    assert torch.equal(
+        tree["rng"]["0"]["cpu"], torch.load(source / "random_states_0.pkl", weights_only=False)["torch_manual_seed"]
+    )
+
+
+@pytest.mark.parametrize("sharded", [True, False])
+def test_a_step_of_lerobot_is_one_state_and_says_what_was_not_read(sharded: bool, tmp_path: Path) -> None:
+    source = tmp_path / "005000"
+    lerobot(source, sharded)
+    weights, moments = get_state_dict(*job()[:2])
+    state = source / "training_state"
     (row,) = detection.below(Source(tmp_path)).checkpoints
     assert (row.layout, row.complete, row.step) == ("lerobot", True, 5000)
     lost = {"training_state/rng_state.safetensors"} | (
@@ -82,16 +108,9 @@ def test_a_step_of_lerobot_is_one_state_and_says_what_was_not_read(sharded: bool
 
 
 def test_a_step_of_fairseq2_is_one_state_and_shards_are_refused(tmp_path: Path) -> None:
-    model, optimizer, _ = job()
     source = tmp_path / "step_3"
-    files = {
-        "model/pp_00/tp_00/sdp_00.pt": model.state_dict(), "optimizer/pp_00/tp_00/sdp_00.pt": optimizer.state_dict(),
-        "trainer/rank_00.pt": {"step_nr": 3}, "trainer/rank_01.pt": {"step_nr": 3, "own": 1},
-        "data_reader/dp_00.pt": {"at": 3}, "data_reader/dp_01.pt": {"at": 4},
-    }  # fmt: skip
-    for name, tree in files.items():
-        (source / name).parent.mkdir(parents=True, exist_ok=True)
-        torch.save(tree, source / name)
+    fairseq2(source)
+    model, optimizer, _ = job()
     (row,) = detection.below(Source(tmp_path)).checkpoints
     assert (row.layout, row.complete, row.step) == ("fairseq2", True, 3)
     assert not ckpttool.convert(source, tmp_path / "out", to="dcp", world_size=1).dropped

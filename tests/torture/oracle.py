@@ -106,7 +106,17 @@ def same(a: Any, b: Any) -> bool:
 
 
 def ours(path: Path, **how: Any) -> Reading:
-    """{canonical name: entry} of what ckpttool accepts, after it has read and checked every byte."""
+    """{canonical name: entry} of what ckpttool accepts, after it has read and checked every byte.
+
+    With deltas (`apply`) it is what a conversion wrote beside `path`.
+    """
+    if "apply" in how:
+        made = path.with_suffix(".applied.pt")
+        ckpttool.convert(path, made, drop=True, **how)
+        try:
+            return ours(made)
+        finally:
+            made.unlink()
     with ckpttool.open(path, **how) as opened:
         ckpt = opened.locate()
         digests = tensor_digests(ckpt.tensors, opened.source, ckpt.files, ckpt.records, lambda *_: None)

@@ -10,6 +10,7 @@ import json
 import logging
 import shutil
 import sys
+import tarfile
 import warnings
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
@@ -24,7 +25,13 @@ from torch import Tensor
 import ckpttool
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "converters"))
 
+import test_accelerated
+import test_llamafactory
+import test_reinforcement
+import test_scripts
+import test_transformer_engine
 import zero_files
 
 FIXTURES = Path(__file__).resolve().parents[2] / "fixtures"
@@ -34,7 +41,8 @@ FIXTURES = Path(__file__).resolve().parents[2] / "fixtures"
 class Seed:
     """`make(folder)` writes the checkpoint; `file` is its name where it is one file in that folder.
 
-    `oracle` names a function of oracle.READERS, `how` are arguments of `ckpttool.open`.
+    `oracle` names a function of oracle.READERS, `how` are arguments of `ckpttool.open`, `deltas` is the folder in that one whose
+    deltas are applied.
     """
 
     oracle: str
@@ -42,10 +50,15 @@ class Seed:
     file: str = ""
     how: dict[str, Any] = field(default_factory=dict)
     weight: float = 2
+    deltas: str = ""
 
     def path(self, folder: Path) -> Path:
         """What is given to ckpttool."""
         return folder / self.file if self.file else folder
+
+    def arguments(self, folder: Path) -> dict[str, Any]:
+        """What `ckpttool.open` is given besides; with deltas, `ckpttool.convert`."""
+        return {**self.how, "apply": [folder / self.deltas]} if self.deltas else self.how
 
 
 # ------------------------------------------------------------------------------------------------------- the states
@@ -159,17 +172,47 @@ def hf_single(folder: Path) -> None:
     save_file({n: t.contiguous().clone() for n, t in weights().items()}, folder / "model.safetensors")
 
 
-def fixture(name: str, *beside: str, inside: str = "ckpt") -> Callable[[Path], None]:
-    """A checkpoint that a real engine wrote, with some of the files beside it."""
+def fixture(name: str, *beside: str, inside: str = "ckpt", config: bool = False) -> Callable[[Path], None]:
+    """A checkpoint that a real engine wrote, with some of the files beside it; with `config`, its config.json says how it is encoded."""
 
     def make(folder: Path) -> None:
-        shutil.copytree(FIXTURES / name / inside, folder, dirs_exist_ok=True)
+        shutil.copytree(FIXTURES / name / inside, folder, ignore=shutil.ignore_patterns("truth.*"), dirs_exist_ok=True)
         for other in beside:
             shutil.copy(FIXTURES / name / other, folder)
-        for config in folder.rglob("config.json"):  # transformers, in a child process, takes seconds
-            config.unlink()
+        for file in (
+            folder.rglob("config.json") if not config else ()
+        ):  # transformers, in a child process, takes seconds
+            file.unlink()
 
     return make
+
+
+def packed_fixture(archive: str, inside: str) -> Callable[[Path], None]:
+    """A folder in an archive of such."""
+
+    def make(folder: Path) -> None:
+        with tarfile.open(FIXTURES / archive) as files:
+            files.extractall(folder.with_suffix(".all"), filter="data")
+        shutil.copytree(folder.with_suffix(".all") / inside, folder, dirs_exist_ok=True)
+        shutil.rmtree(folder.with_suffix(".all"))
+
+    return make
+
+
+def built(make: Callable[[Path], Any]) -> Callable[[Path], None]:
+    """What another test builds as the program's own code does; it may want to make the folder itself."""
+
+    def write(folder: Path) -> None:
+        folder.rmdir()
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            logging.disable(logging.INFO)
+            make(folder)
+            logging.disable(logging.NOTSET)
+        for file in folder.rglob("config.json"):
+            file.unlink()
+
+    return write
 
 
 def ours(to: str, file: str = "", tree: Callable[[], Any] = state, **how: Any) -> Callable[[Path], None]:
@@ -309,12 +352,41 @@ SEEDS: dict[str, Seed] = {
     "megatron-verl": Seed("seed", fixture("megatron/verl", inside="ckpt/iter_0000003"), weight=0.4),
     "megatron-ours": Seed("seed", ours("megatron", tree=of_one_group), weight=0.4),
     "torchao": Seed("seed", fixture("torchao/adamw8bit_w2"), weight=0.4),
+    "autotp-zero1": Seed("seed", packed_fixture("autotp/tp2_dp2_z1_bf16.tar.xz", "tp2_dp2_z1_bf16/ckpt")),
+    "autotp-zero2": Seed("seed", packed_fixture("autotp/tp3_z2_fp32.tar.xz", "tp3_z2_fp32/ckpt")),
+    "autotp-zero3": Seed("seed", packed_fixture("autotp/tp2_z3_bf16.tar.xz", "tp2_z3_bf16/ckpt")),
+    **{
+        f"deepspeed-{name}": Seed("seed", packed_fixture("deepspeed/parallel.tar.xz", f"{name}/ck"), weight=0.8)
+        for name in ("moe_z0_ep2_w2", "moe_z1_ep2_w2", "moe_z2_ep2_w4", "autoep_z2_ep2_w4", "pipeline_z1_pp2_w4")
+    },
+    "zero1-ours": Seed("zero12", ours("zero1", tree=trainable, world_size=3), weight=1),
+    "remainders": Seed("torch", torch_file(test_transformer_engine.state), "x.pt"),
+    "llamafactory": Seed("llamafactory", built(test_llamafactory.folder)),
+    "llamafactory-ddp": Seed("seed", built(lambda f: test_llamafactory.folder(f, fsdp=False))),
+    "skyrl": Seed("seed", built(test_reinforcement.skyrl), weight=0.4),
+    "nemo-rl": Seed("nemo_rl", built(test_reinforcement.nemo_rl)),
+    "prime-rl": Seed("prime_rl", built(test_reinforcement.prime_rl)),
+    "xtuner": Seed("xtuner", built(test_reinforcement.xtuner)),
+    "diffusers": Seed("seed", built(test_accelerated.diffusers)),
+    "lerobot": Seed("lerobot", built(test_accelerated.lerobot)),
+    "lerobot-one-device": Seed("seed", built(lambda f: test_accelerated.lerobot(f, sharded=False)), weight=1),
+    "fairseq2": Seed("seed", built(test_accelerated.fairseq2)),
+    "script": Seed("seed", built(test_scripts.script_folder)),
+    "accelerate-zero3": Seed("zero3", fixture("trainers/accelerate_deepspeed_z3"), weight=0.4),
+    "averages": Seed("seed", fixture("averages/diffusers_registered"), weight=1),
+    "schedule-free": Seed("torch", fixture("averages", inside="schedulefree_adamw_bfloat16"), "ckpt.pt", weight=1),
+    "compressed-tensors": Seed("hf", fixture("quantised/ct_w3_channel_asym", config=True), weight=1),
+    "gptq": Seed("seed", fixture("packed/gptq_v2_3bit", inside="", config=True), weight=1),
+    "bitsandbytes": Seed("seed", fixture("packed/bnb_nf4", inside="", config=True), weight=1),
+    "deltas-skyrl": Seed("seed", packed_fixture("deltas/programs.tar.xz", "skyrl"), "base", deltas="sync"),
+    "deltas-modelexpress": Seed("seed", packed_fixture("deltas/programs.tar.xz", "modelexpress"), "base", deltas="deltas"),
     "torchao-weights": Seed("seed", fixture("torchao/weights", inside="."), "weights.pt", weight=0.4),
 }  # fmt: skip
 
 
 def build(folder: Path, names: Iterable[str] = SEEDS) -> dict[str, Path]:
-    """{name: folder with the checkpoint}."""
+    """{name: folder with the checkpoint}; torch starts no threads for it, which a fork would lose."""
+    torch.set_num_threads(1)
     out = {}
     for name in names:
         out[name] = folder / name

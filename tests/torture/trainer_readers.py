@@ -40,19 +40,22 @@ def named(tree: Tree) -> Tree:
 _ADAPTER = re.compile(r"(\.lora_[AB])\.default(?=\.)")
 
 
-def parts(*folders: str) -> Callable[[Path], Tree]:
+#: {folder of DCP: {first keys there: ours instead}}
+Places = dict[str, dict[tuple[str, ...], tuple[str, ...]]]
+
+
+def parts(places: Places) -> Callable[[Path], Tree]:
     """A reader of those folders of DCP below the checkpoint's that are there."""
 
     def read(path: Path) -> Tree:
-        return named({p: x for f in folders if (path / f / ".metadata").exists() for p, x in dcp(path / f).items()})
+        found: Tree = {}
+        for folder, heads in places.items():
+            for p, x in dcp(path / folder).items() if (path / folder / ".metadata").exists() else ():
+                head = next((h for h in heads if p[: len(h)] == h), ())
+                found[(*heads.get(head, ()), *p[len(head) :])] = x
+        return named(found)
 
     return read
-
-
-def lightning(path: Path) -> Tree:
-    """Lightning's folder of DCP."""
-    heads: dict[tuple[Any, ...], tuple[str, ...]] = {("state_dict",): ("model",), ("optimizer_0",): ("optim",)}
-    return named({(*heads.get(p[:1], p[:1]), *p[1:]): x for p, x in dcp(path).items()})
 
 
 def full(path: Path) -> Tree:
@@ -115,9 +118,14 @@ def verl(path: Path) -> Tree:
 
 
 READERS: dict[str, tuple[Callable[[Path], Tree], frozenset[str] | None]] = {
-    "fsdp_parts": (parts("pytorch_model_fsdp_0", "optimizer_0"), BOTH), "olmo": (parts("model_and_optim"), BOTH), "dcp_model": (parts("."), BOTH),
-    "lightning": (lightning, BOTH), "fsdp_full": (full, BOTH), "adapter": (adapter, frozenset({"model"})), "automodel": (automodel, BOTH),
+    "fsdp_parts": (parts({"pytorch_model_fsdp_0": {}, "optimizer_0": {}}), BOTH), "olmo": (parts({"model_and_optim": {}}), BOTH), "dcp_model": (parts({".": {}}), BOTH),
+    "lightning": (parts({".": {("state_dict",): ("model",), ("optimizer_0",): ("optim",)}}), BOTH), "fsdp_full": (full, BOTH), "adapter": (adapter, frozenset({"model"})), "automodel": (automodel, BOTH),
     "transformers": (transformers, BOTH), "verl": (verl, BOTH), "torchtune": (hf, frozenset({"model"})),
+    "nemo_rl": (parts({"policy/weights": {}, "policy/optimizer": {("optim", "optim"): ("optim",)}}), BOTH),
+    "prime_rl": (parts({"trainer": {("app", "model"): ("model",), ("app", "optimizers"): ("optim",)}}), BOTH),
+    "xtuner": (parts({"weights": {("optimizer",): ("optim",)}}), BOTH),
+    "llamafactory": (parts({"model": {(): ("model",)}, "optimizer": {(): ("optim",)}}), BOTH),
+    "lerobot": (parts({"pretrained_model/pytorch_model_fsdp_0": {}, "training_state/optimizer_0": {("optimizer",): ("optim",)}}), BOTH),
 }  # fmt: skip
 
 OF_LAYOUTS.update(READERS)
