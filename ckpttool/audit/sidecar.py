@@ -37,6 +37,8 @@ if TYPE_CHECKING:
 __all__ = [
     "BLOCK",
     "HOLD",
+    "HOLD_SCHEMA",
+    "SEALED_SCHEMA",
     "encode_holds",
     "encode_sidecar",
     "hash_ciphertext",
@@ -49,7 +51,7 @@ __all__ = [
 
 BLOCK = 64 << 20
 HOLD = ".hold.json"
-_SCHEMA, _HOLD_SCHEMA = "ckpttool.sealed/1", "ckpttool.hold/1"
+SEALED_SCHEMA, HOLD_SCHEMA = "ckpttool.sealed/1", "ckpttool.hold/1"
 _MOST_HOLDS = 16 << 20  # bytes of a file of holds
 _PIECE = 4 << 20
 
@@ -93,7 +95,7 @@ def encode_sidecar(archive: Mapping[str, Any], hashes: Mapping[str, Any]) -> byt
         hashes: of `hash_ciphertext`.
     """
     parsed = {
-        "schema": _SCHEMA,
+        "schema": SEALED_SCHEMA,
         "open": f"age -d -i SECRET.key -o {archive['name'].removesuffix('.age')} {archive['name']}",
         "archive": dict(archive),
         "ciphertext": dict(hashes),
@@ -117,7 +119,7 @@ def read_sidecar(source: Source, file: str) -> dict[str, Any]:
     parts = ("archive", "ciphertext")
     if (
         not isinstance(parsed, dict)
-        or parsed.get("schema") != _SCHEMA
+        or parsed.get("schema") != SEALED_SCHEMA
         or not all(isinstance(parsed.get(p), dict) for p in parts)
     ):
         raise Corrupt(f"{what} is not the sidecar of an encrypted archive.", code="CKPT0425")
@@ -143,7 +145,7 @@ def encode_holds(file: str, held: Sequence[Mapping[str, Any]]) -> bytes:
     Args:
         held: {"reason", "since", "by", "manifest_sha256", "created"} of each hold; missing ones are written as null.
     """
-    parsed = {"schema": _HOLD_SCHEMA, "archive": file, "holds": [{k: h.get(k) for k in _HELD} for h in held]}
+    parsed = {"schema": HOLD_SCHEMA, "archive": file, "holds": [{k: h.get(k) for k in _HELD} for h in held]}
     return bounded_json.encode(parsed, indent=1) + b"\n"
 
 
@@ -163,7 +165,7 @@ def read_holds(source: Source, file: str) -> list[dict[str, Any]]:
     try:
         parsed = bounded_json.parse(source.read_all(beside, _MOST_HOLDS), beside)
         held = parsed["holds"]
-        if parsed["schema"] != _HOLD_SCHEMA or not held or not all(_is_hold(h) for h in held):
+        if parsed["schema"] != HOLD_SCHEMA or not held or not all(_is_hold(h) for h in held):
             raise ValueError
     except RemoteError:
         raise

@@ -109,12 +109,16 @@ def __getattr__(name: str) -> Any:
     raise AttributeError(name)
 
 
-def _print_version(show: bool) -> None:
+def _print_version(context: typer.Context, show: bool) -> None:
     """Print the version and exit, if --version was given (`show`)."""
     if show:
         from .._version import __version__
+        from .versions import describe_versions
 
-        say(f"ckpttool {__version__}")
+        if context.params["as_json"]:
+            print_json(describe_versions())
+        else:
+            say(f"ckpttool {__version__}")
         raise typer.Exit
 
 
@@ -129,11 +133,15 @@ def _print_version(show: bool) -> None:
     exits=[code for code, _ in EXIT_CODES],
 )
 def _root(
+    as_json: Annotated[
+        bool, typer.Option("--json", is_eager=True, help="With --version: also of Python, packages and file formats.")
+    ] = False,
     version: Annotated[
-        bool, typer.Option("--version", "-V", callback=_print_version, is_eager=True, help="Print the version.")
+        bool, typer.Option("--version", "-V", callback=_print_version, help="Print the version.")
     ] = False,
 ) -> None:
-    pass
+    if as_json:
+        raise UsageError("--json goes after the command, or with --version.", code="CKPT0201")
 
 
 class _Command(CommandLine):

@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 __all__ = [
     "MOST_RECORD_BYTES",
     "RECORD",
+    "RECORD_SCHEMA",
     "Recorded",
     "encode_record",
     "explain_missing",
@@ -40,6 +41,7 @@ __all__ = [
 ]
 
 RECORD = "ckpttool.json"
+RECORD_SCHEMA = "ckpttool.record/1"  # records of before 1.0 do not say it
 MOST_RECORD_BYTES = 256 << 20  # 10^6 tensors
 
 
@@ -99,6 +101,10 @@ def read_record(source: Source) -> Recorded | None:
         return None
     try:
         found = parse(source.read_all(RECORD, MOST_RECORD_BYTES), RECORD)
+        if (schema := found.get("schema", RECORD_SCHEMA)) != RECORD_SCHEMA:
+            return Recorded(
+                problem=f"{RECORD} is of schema {str(schema)[:60]!r}; this ckpttool knows {RECORD_SCHEMA!r}"
+            )
         files, part = found.get("files"), found.get("selection")
         digests = found.get("values")
         return Recorded(
@@ -174,6 +180,7 @@ def make_record(planned: Plan, wanted: Mapping[str, TensorEntry], digests: Mappi
     rebuilt, selection = ckpt.salvage.rebuilt if ckpt.salvage else {}, planned.opened.selection
     digests = {n: d for n, d in digests.items() if n not in rebuilt}  # of what is exact
     return {
+        "schema": RECORD_SCHEMA,
         "tool": "ckpttool",
         "version": __version__,
         "created": datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ"),

@@ -49,10 +49,11 @@ from ckpttool.index.draft import DraftFile
 from ckpttool.index.names import find_misplaced_path, own_tree_is_readable, refuse_surrogates
 from ckpttool.storage.source import Source
 
-__all__ = ["FOLDER", "INDEX", "SavedState", "draft", "merge_weights", "read"]
+__all__ = ["FOLDER", "INDEX", "INDEX_VERSION", "SavedState", "draft", "merge_weights", "read"]
 
 FOLDER = "training_state"
 INDEX = f"{FOLDER}/index.json"
+INDEX_VERSION = 1
 _VALUES = "values.json"
 _SHARD = re.compile(r"state(-\d{5,}-of-\d{5,})?\.safetensors")
 _MOST_INDEX, _MOST_VALUES = 512 << 20, 256 << 20
@@ -115,7 +116,7 @@ def draft(
 
     held = values.encode(ckpt.values)
     index = {
-        "version": 1,
+        "version": INDEX_VERSION,
         "source": {"layout": ckpt.layout, "world_size": ckpt.world_size, "trainer": ckpt.trainer},
         "files": {
             **{name: {"bytes": f.size} for name, f in zip(names, shards, strict=True)},
@@ -203,9 +204,10 @@ def _read_record(source: Source) -> tuple[dict[str, Any], str]:
     index = bounded_json.parse(data, what)
     if not isinstance(index, dict) or not {*_KEYS} <= {*index}:
         raise Corrupt(f"{what}: not an index of a training state.", code="CKPT0406")
-    if index["version"] != 1:
+    if index["version"] != INDEX_VERSION:
         raise Unsupported(
-            f"{what}: version {str(index['version'])[:20]}; this ckpttool reads version 1. Use a newer one.",
+            f"{what}: version {str(index['version'])[:20]}; this ckpttool reads version {INDEX_VERSION}. "
+            "Use a newer one.",
             code="CKPT0329",
         )
     return index, what

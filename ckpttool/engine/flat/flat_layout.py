@@ -77,6 +77,7 @@ FLAT = "_flat_param"
 RECORD = "flat_layout.json"
 
 _FORMAT = "fsdp1 flat layout"
+FLAT_LAYOUT_VERSION = 1
 OTHER = "It is of another model, or another release of it."
 Shape = tuple[int, ...]
 
@@ -414,7 +415,7 @@ def to_json(layout: FlatLayout) -> dict[str, Any]:
         )
     out: dict[str, object] = {
         "format": _FORMAT,
-        "version": 1,
+        "version": FLAT_LAYOUT_VERSION,
         "use_orig_params": layout.use_orig_params,
         "shards": layout.shards,
         "flat_params": flats,
@@ -455,9 +456,11 @@ def _parse_layout(tree: Any, what: str) -> FlatLayout:
         Corrupt: its numbers contradict each other, or it is another format.
         KeyError, TypeError, ValueError, AttributeError: a key is missing or has another type.
     """
-    if tree["format"] != _FORMAT or tree["version"] != 1:
+    if tree["format"] != _FORMAT or tree["version"] != FLAT_LAYOUT_VERSION:
         raise Corrupt(
-            f'{what}: format {tree["format"]!r}, version {tree["version"]!r}; this is "{_FORMAT}", 1.', code="CKPT0406"
+            f'{what}: format {tree["format"]!r}, version {tree["version"]!r}; this is "{_FORMAT}", '
+            f"{FLAT_LAYOUT_VERSION}.",
+            code="CKPT0406",
         )
     uop, shards = tree["use_orig_params"], _parse_size(tree["shards"])
     if type(uop) is not bool or shards < 1:

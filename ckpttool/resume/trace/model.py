@@ -30,7 +30,7 @@ from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
 from ...bounded_json import parse
-from ...errors import Corrupt, Unsafe, UsageError, argument, kind_of_failure
+from ...errors import Corrupt, Unsafe, Unsupported, UsageError, argument, kind_of_failure
 from .batches import split_marks
 from .records import (
     AfterRecord,
@@ -227,8 +227,8 @@ def read_reference(path: str | os.PathLike[str], at: int | None = None, later: i
         later: how many steps after that the state is wanted as well, for `Trace.after`.
 
     Raises:
-        UsageError: there is no such file. Corrupt: a line is not a record, or no step is recorded. Where a disk or a
-            network fails, the error says that.
+        UsageError: there is no such file. Corrupt: a line is not a record, or no step is recorded. Unsupported: it
+            is of a newer ckpttool. Where a disk or a network fails, the error says that.
     """
     out = Trace(source=os.fspath(path))
     steps: dict[int, Step] = {}
@@ -240,6 +240,12 @@ def read_reference(path: str | os.PathLike[str], at: int | None = None, later: i
     except OSError as e:
         raise kind_of_failure(e, UsageError)(f"{argument('reference', os.fspath(path))}: {e.strerror or e}.") from None
     for number, record in lines:
+        if (version := record.get("version", 1)) not in range(1, RECORD_VERSION + 1):
+            raise Unsupported(
+                f"{os.fspath(path)}, line {number}, is of version {str(version)[:20]}; this ckpttool reads "
+                f"recordings of versions 1 to {RECORD_VERSION}. Use a newer ckpttool.",
+                code="CKPT0329",
+            )
         try:
             kind = record.pop("kind", "step")
             if kind == "start":
