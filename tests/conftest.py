@@ -60,6 +60,8 @@ LAUNCHING = (
     "test_torchao.py",
     "test_torch_checkpointing.py",
     "test_megatron_load.py",
+    "test_deepspeed_parallel.py",
+    "test_autotp.py",
 )
 
 
