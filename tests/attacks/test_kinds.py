@@ -25,7 +25,7 @@ IN_PICKLES: list[Any] = [*VALUES, (2, "y"), {1: 2}, b"z"]
 #: One folder of each reader that parses JSON or pickles of its own, and how many leaves of a pickle are changed.
 FOLDERS = {
     "nanotron/zero1/3": 1, "trainers/torchsnapshot_w1/ckpt/snap": 2, "trainers/lightning_w2": 4,
-    "checkpointing/fsdp/ckpt": 2, "zero0_w2/ckpt": 4, "zero3_w3_groups/ckpt": 4, "fsdp1_w2_sharded/ckpt": 2,
+    "checkpointing/fsdp/ckpt": 1, "zero0_w2/ckpt": 8, "zero3_w3_groups/ckpt": 4, "fsdp1_w2_sharded/ckpt": 2,
     "hf_llama/ckpt": 2,
 }  # fmt: skip
 
