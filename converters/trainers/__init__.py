@@ -123,8 +123,9 @@ def _is_accelerate(source: Source) -> tuple[bool, str]:
             return True, f"has {ranks[0]} and a save of DeepSpeed"
         return False, "latest, but no random_states_0.pkl beside it"
     parts = any(n.startswith("pytorch_model_fsdp") for n in names)
-    others = optimizers_in(names) or LEFT_OVER in names or RECORD in names
-    if models_in(names) and (ranks or (parts and others)):
+    ours = LEFT_OVER in names or RECORD in names  # written of a state without RNG, also for one process without FSDP
+    others = (parts and optimizers_in(names)) or (ours and (parts or "pytorch_model.bin" in names))
+    if models_in(names) and (ranks or others):
         return True, f"has {ranks[0] if ranks else models_in(names)[0].name} and {models_in(names)[0].name}"
     return False, "no random_states_0.pkl beside a model"
 

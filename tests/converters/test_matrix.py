@@ -32,6 +32,8 @@ from peers import tensors_of as tensors
 from torch import Tensor
 
 import ckpttool
+from ckpttool.errors import Unsupported
+from ckpttool.layouts import layouts
 
 by_label = pytest.mark.parametrize("original", ORIGINALS, ids=[o.label for o in ORIGINALS])
 WITHOUT_OPTIMIZER = ("safetensors", "hf_shards", "hf", "hf_with_index")
@@ -445,3 +447,33 @@ def test_every_zip_written_from_an_engine_has_right_checksums(original: Original
     for p in files:
         with zipfile.ZipFile(p) as z:
             assert z.testzip() is None, p
+
+
+ADAM = {"step": torch.tensor(1.0), "exp_avg": torch.ones(5, 3), "exp_avg_sq": torch.ones(5, 3)}
+SPARSE: dict[str, dict[str, Any]] = {
+    "weights": {},
+    "trainer": {"trainer": {"step": 3}},
+    "optimizer": {"optim": {"state": {"fc.weight": ADAM}, "param_groups": [{"lr": 0.1, "betas": (0.9, 0.99), "params": ["fc.weight"]}]}},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("ranks", [1, 3])
+@pytest.mark.parametrize("beside", SPARSE)
+def test_what_is_written_of_a_sparse_state_is_recognised_for_what_it_is(
+    beside: str, ranks: int, tmp_path: Path
+) -> None:
+    torch.save({"model": {"fc.weight": torch.ones(5, 3)}, **SPARSE[beside]}, tmp_path / "s.pt")
+    written = 0
+    for layout in (x for x in layouts().values() if x.write):
+        world = {} if layout.name in ("full", "hf", "audit", "universal") else {"world_size": ranks}
+        out = tmp_path / (layout.name + {"full": ".pt", "audit": ".tar.zst"}.get(layout.name, ""))
+        try:
+            ckpttool.convert(tmp_path / "s.pt", out, to=layout.name, drop=True, **world)
+        except Unsupported:
+            continue
+        written += 1
+        with ckpttool.open(out) as opened:
+            read_as = "dcp" if layout.name == "torchtitan" else layout.name
+            assert opened.checkpoint.layout == read_as
+            assert opened["model.fc.weight"].numpy().tobytes() == torch.ones(5, 3).numpy().tobytes()
+    assert written >= 10
