@@ -143,8 +143,10 @@ class Advice:
 
     @property
     def has_optimizer(self) -> bool:
-        """Tell whether the checkpoint holds the state of an optimizer, also one whose parameters could not be named."""
-        return "optim" in self.components or bool(unnamed_optimizer_state(self.ckpt))
+        """Tell whether the checkpoint holds the state of an optimizer, also one whose parameters could not be named, or
+        that has param groups alone, as SGD."""
+        groups = any(v.path[:2] == ("optim", "param_groups") for v in self.ckpt.values.values())
+        return groups or "optim" in self.components or bool(unnamed_optimizer_state(self.ckpt))
 
     @cached_property
     def adapter(self) -> lora.AdapterShape | None:

@@ -108,7 +108,9 @@ def read(where: Place, options: ReadOptions) -> Checkpoint:
             kind = "a single tensor"
         raise Unsupported(f"{what} holds {kind}, not a state dict. Save model.state_dict() instead.", code="CKPT0307")
     entries, records = stored_tensors.leaves(tree, (), 0, read_at, what)
-    if not any(shape_of(x) is not None for x in entries.values()):
+    # an optimizer without slots, as SGD without momentum, is a file of a directory whose model has the tensors
+    of_directory = options.orders is not None and "param_groups" in tree
+    if not of_directory and not any(shape_of(x) is not None for x in entries.values()):
         raise Unsupported(f"{what} holds no tensor at a key of a dict; nothing in it is a state dict.", code="CKPT0307")
     named = canonical(
         entries,
@@ -183,6 +185,9 @@ def write(ckpt: Checkpoint, source: Source, options: WriteOptions) -> Draft:
     leaves: dict[Path, Any] = {t.path: t for t in wanted.values()}
     leaves |= {v.path: v.data for v in values.values()}
     tree, notes = tree_of(collapse_composites(leaves), ckpt.origin, same_bytes, options)
+    with_groups = {p[: p.index("param_groups")] for p in tree if "param_groups" in p}
+    for at in with_groups - {p[: p.index("state")] for p in tree if "state" in p}:
+        tree[*at, "state"] = {}  # Optimizer.load_state_dict asks for it where there are no slots, as in SGD
     if arrays:
         notes.append(
             f"numpy arrays in {count_noun(len(arrays), 'value')}, first {arrays[0]}, are torch tensors in this file, "

@@ -206,9 +206,10 @@ class _Naming:
             self.notes.append(f'"{self.model_key}" is taken for the model: it holds weights, and no other key does')
         self.optimizer_guessed = self.optimizer_key != optimizer
         # the whole tree is what `optimizer.state_dict()` returns
-        self.is_bare_optimizer = self.tops == {"state", "param_groups"} and any(
-            shape_of(leaf) is not None for leaf in self.found.values()
-        )
+        self.is_bare_optimizer = {"state"} | self.tops == {
+            "state",
+            "param_groups",
+        }  # without state before its first step
         self.raw_model: dict[str, Any] = {}  # {name as found: leaf}
         self.places: dict[str, Path] = {}  # {name as found: path}
         self.raw_optimizer: dict[Path, Any] = {}

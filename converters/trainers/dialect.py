@@ -308,7 +308,7 @@ def _read_checkpoint(source: Source, part: DirectoryPart, options: ReadOptions, 
             found = with_prefix(found, part.renamed)
         elif not named <= set(model) and {saved_name(n) for n in named} <= set(model):
             found = with_saved_names(found)
-    if not found.tensors:
+    if not found.tensors and not found.values:
         found.notes.append(
             f"{part.name} holds no tensors: the trainer saved no {_CALLED.get(part.component, part.component)} there"
         )
@@ -540,6 +540,9 @@ def _with_foreign_optimizer(
     parameters as the weights of `whole` do; `notes` gets that."""
     model = {joined(t.path[1:]) for t in whole.tensors.values() if t.path[0] == "model"}
     named = dict.fromkeys(p[2] for p in leaves if p[:2] == ("optimizer", "state") and len(p) > 3)
+    if not named:  # an optimizer without slots, as SGD, names its parameters in the groups alone
+        params = [x for p, x in leaves.items() if p[:2] == ("optimizer", "param_groups") and p[-1] == "params"]
+        named = dict.fromkeys(n for x in params if isinstance(x, list) for n in x if isinstance(n, str))
     if not any(p[0] == "optimizer" for p in leaves) or (named and named.keys() <= model):
         return leaves
     stem = part.name.rpartition("/")[2].partition(".")[0]

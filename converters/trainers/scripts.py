@@ -16,6 +16,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Sequence
 
+from ckpttool.engine.recorded import RECORD
 from ckpttool.program import Advice, Half, Program
 from ckpttool.storage.source import Source
 
@@ -69,7 +70,7 @@ def _detect(source: Source) -> tuple[bool, str]:
     """Return whether a folder has weights and an optimizer, one of each, under names that scripts use; and, as text,
     why or why not."""
     names = source.list()
-    other = next((n for n in names if n in (".metadata", "latest", "trainer_state.json", "meta.pt")), None)
+    other = next((n for n in names if n in (".metadata", "latest", "trainer_state.json", "meta.pt", RECORD)), None)
     other = other or next(
         (n for n, _ in (*numbered(names, RANDOM_STATES), *numbered(names, r"(?:.*[._-])?rank[_-]?(\d+)\..*"))), None
     )

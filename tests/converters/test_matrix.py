@@ -450,10 +450,11 @@ def test_every_zip_written_from_an_engine_has_right_checksums(original: Original
 
 
 ADAM = {"step": torch.tensor(1.0), "exp_avg": torch.ones(5, 3), "exp_avg_sq": torch.ones(5, 3)}
+GROUP = {"lr": 0.1, "weight_decay": 0.5, "params": ["fc.weight"]}
 SPARSE: dict[str, dict[str, Any]] = {
-    "weights": {},
-    "trainer": {"trainer": {"step": 3}},
-    "optimizer": {"optim": {"state": {"fc.weight": ADAM}, "param_groups": [{"lr": 0.1, "betas": (0.9, 0.99), "params": ["fc.weight"]}]}},
+    "weights": {}, "trainer": {"trainer": {"step": 3}},
+    "optimizer": {"optim": {"state": {"fc.weight": ADAM}, "param_groups": [{**GROUP, "betas": (0.9, 0.99)}]}},
+    "sgd": {"optim": {"state": {}, "param_groups": [{**GROUP, "momentum": 0}]}},
 }  # fmt: skip
 
 
@@ -476,4 +477,33 @@ def test_what_is_written_of_a_sparse_state_is_recognised_for_what_it_is(
             read_as = "dcp" if layout.name == "torchtitan" else layout.name
             assert opened.checkpoint.layout == read_as
             assert opened["model.fc.weight"].numpy().tobytes() == torch.ones(5, 3).numpy().tobytes()
+            if "optim" in SPARSE[beside] and layout.name != "hf":
+                assert opened.checkpoint.values["optim.param_groups.0.lr"].data == 0.1
     assert written >= 10
+
+
+def test_an_optimizer_without_slots_goes_through_the_directories_of_trainers(tmp_path: Path) -> None:
+    """SGD without momentum: torch saves no state for it, and asks for the key all the same."""
+    model = torch.nn.Sequential(torch.nn.Linear(4, 5), torch.nn.Linear(5, 3))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.125)
+    source = tmp_path / "checkpoint-3"
+    source.mkdir()
+    torch.save(model.state_dict(), source / "pytorch_model.bin")
+    torch.save(optimizer.state_dict(), source / "optimizer.pt")
+    torch.save({"last_epoch": 3}, source / "scheduler.pt")
+    (source / "trainer_state.json").write_text('{"global_step": 3}')
+    ckpttool.convert(source, tmp_path / "dcp", to="dcp", world_size=2)
+    for to, name, file in (
+        ("trainer", "checkpoint-4", "optimizer.pt"),
+        ("accelerate", "a", "optimizer.bin"),
+        ("full", "x.pt", ""),
+    ):
+        ckpttool.convert(
+            tmp_path / "dcp", tmp_path / name, to=to, world_size=1 if file else None, drop=True, like=source
+        )
+        found = torch.load(tmp_path / name / file if file else tmp_path / name)
+        found = found if file else found["optim"]
+        assert found["state"] == {} and found["param_groups"][0]["lr"] == 0.125
+        if file:
+            torch.optim.SGD(model.parameters(), lr=1).load_state_dict(found)
+            assert "starts with a new optimizer" not in ckpttool.inspect(tmp_path / name).next

@@ -201,13 +201,14 @@ def case(number: int, work: Path) -> dict[str, Any]:
             target = work / f"{k}{SUFFIX.get(to, '')}"
             try:
                 done = converted(path, target, to, 1 + r.randrange(3))
+                wrong = unaccounted(path, target, done)
             except Unsupported as e:
                 return out | {"status": "refused", "why": str(e)}
             except CkpttoolError as e:
                 return out | {"status": "not conserved", "why": f"{type(e).__name__}: {e}"}
             except Exception as e:
                 return out | {"status": "unexpected exception", "why": f"{type(e).__name__}: {e}"}
-            if wrong := unaccounted(path, target, done):
+            if wrong:
                 return out | {"status": "not conserved", "why": "; ".join(wrong[:5])}
             path = target
     return out

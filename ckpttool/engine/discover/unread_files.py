@@ -198,7 +198,8 @@ def _in_folder(source: Source, held: set[str], saves: Saves | None) -> Iterator[
                 continue
             is_folder, size = source.glance(name)
             if not is_folder:
-                yield _row(name, size, *kind, held)
+                if size or not entry.endswith(".distcp"):  # a rank that had nothing to write
+                    yield _row(name, size, *kind, held)
                 continue
             kind = kind_of(entry + "/")
             if saves is not None and (kind is None or saves.folder in entry):
