@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: demo test check check-oldest torture tools lint bench docs fixtures clean
+.PHONY: demo test check check-oldest torture tools lint bench docs fixtures dist clean
 
 $(VENV)/.done: pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
@@ -81,6 +81,12 @@ docs: $(VENV)/.done
 
 fixtures: $(VENV)/.engines
 	$(BIN)/python fixtures/make.py
+
+# The sdist and the wheel, made from the sdist. TAG=v1.0.0 must name the version of the code.
+dist: $(VENV)/.done
+	test -z "$(TAG)" || test "$(TAG)" = "v$$($(BIN)/python -c 'from ckpttool import __version__; print(__version__)')"
+	rm -rf dist
+	$(BIN)/uv build --quiet --out-dir dist
 
 clean:
 	rm -rf demo bench-data site build dist *.egg-info

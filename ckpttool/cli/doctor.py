@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import replace
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from ..errors import CkpttoolError
 from ..options import OpenOptions
 from .help import READING, about
 from .shared_options import EDITS, add_shared_options, pick_keywords
@@ -17,9 +19,13 @@ from .terminal import (
     Quiet,
     Src,
     find_newest,
+    note,
     print_json,
     say,
 )
+
+if TYPE_CHECKING:
+    from ..engine.doctor.examine import Diagnosis
 
 __all__ = ["doctor"]
 
@@ -28,6 +34,7 @@ __all__ = ["doctor"]
     ("What is wrong with this checkpoint?", "ckpttool doctor run/ckpt"),
     ("Read every byte that is left, too", "ckpttool doctor step3.pt --read-data"),
     ("Names of all tensors that are lost, for a script", "ckpttool doctor step3.pt --json"),
+    ("A file for a bug report, without a value of the checkpoint", "ckpttool doctor run/ckpt --report report.json"),
     ("Why does the job refuse its param groups?", "ckpttool doctor run/ckpt --like run/new"),
     exits=(*READING, 5),
     meaning={
@@ -50,6 +57,14 @@ def doctor(
             "--like", help="A checkpoint of the job that refuses to load this one; param groups are compared."
         ),
     ] = None,
+    report: Annotated[
+        str | None,
+        typer.Option(
+            "--report",
+            help="Also write a file for a bug report: versions, names, shapes and kinds of findings, no value or path.",
+            metavar="FILE",
+        ),
+    ] = None,
     latest: Latest = False,
     as_json: Json = False,
     quiet: Quiet = False,
@@ -61,8 +76,18 @@ def doctor(
     from ..engine.doctor.examine import doctor as look
 
     path = find_newest(path, latest, quiet or as_json)
+    refused: CkpttoolError | None = None
     with Meter(quiet) as meter:
-        found = look(path, read_data=read_data, progress=meter, **pick_keywords(look, replace(reading, like=like)))
+        try:
+            found = look(path, read_data=read_data, progress=meter, **pick_keywords(look, replace(reading, like=like)))
+        except CkpttoolError as e:
+            if report is None:
+                raise
+            refused = e
+    if report is not None:
+        _write_report(report, path, reading, refused or found)
+    if refused is not None:
+        raise refused
     if as_json:
         print_json(found.to_json())
     else:
@@ -72,3 +97,15 @@ def doctor(
         raise typer.Exit(4)
     if found.fits is False:
         raise typer.Exit(5)
+
+
+def _write_report(file: str, path: str, reading: OpenOptions, found: Diagnosis | CkpttoolError) -> None:
+    """Write the file of --report."""
+    from ..engine.doctor.bundle import describe_checkpoint
+    from ..printable import printable_json
+    from ..storage.local_file import replace_file
+    from .versions import describe_versions
+
+    about = {**describe_versions(), **describe_checkpoint(path, replace(reading, allow_mixed_steps=True), found)}
+    replace_file(os.path.abspath(file), (printable_json(about) + "\n").encode())
+    note(f"{file} has names, shapes and sizes, but no value, text or path; read it before you send it")

@@ -1,0 +1,96 @@
+"""What `doctor --report` puts into a file for a bug report: how a checkpoint is made, without anything that it holds.
+
+Names of files, tensors and values are in it, dtypes, shapes, sizes, kinds of values and kinds of findings. Numbers,
+texts, configs, paths above the checkpoint, URLs, and messages, which quote all of these, are not.
+"""
+
+from __future__ import annotations
+
+import os
+import traceback
+from collections.abc import Mapping
+from pathlib import PurePath
+from typing import Any
+
+from ... import layouts
+from ...errors import CkpttoolError
+from ...formats.values import Opaque
+from ...options import OpenOptions
+from ...printable import count_noun
+from ..opening import open_checkpoint
+from .examine import Diagnosis
+
+__all__ = ["describe_checkpoint"]
+
+_MOST_FILES = 5000  # folders that are begun are listed to their end
+_OURS = f"{os.sep}ckpttool{os.sep}"
+
+
+def describe_checkpoint(path: str, options: OpenOptions, found: Diagnosis | CkpttoolError) -> dict[str, Any]:
+    """Return {"files", "layout", "trainer", "world_size", "tensors", "values", "findings", "error"} of a checkpoint.
+    What cannot be read is missing, and `error` says by its code and the places in ckpttool where that came from.
+
+    Args:
+        found: what `doctor` found, or its error.
+    """
+    out: dict[str, Any] = {"files": _list_files(path)}
+    if isinstance(found, Diagnosis):
+        rows = (
+            {"kind": f.kind, "severity": f.severity, "file": f.file, "tensors": len(f.tensors)} for f in found.findings
+        )
+        out["findings"] = list(rows)
+    else:
+        out["error"] = _describe_error(found)
+    try:
+        with open_checkpoint(path, options, check_hints=False) as opened:
+            ckpt = opened.locate()
+            out |= {"layout": ckpt.layout, "trainer": ckpt.trainer, "world_size": ckpt.world_size}
+            out["tensors"] = {
+                n: f"{t.dtype} {list(t.shape)}, {count_noun(len(t.chunks), 'chunk')}" for n, t in ckpt.tensors.items()
+            }
+            out["values"] = {n: _describe_kind(v.data) for n, v in ckpt.values.items()}
+    except CkpttoolError as e:
+        out.setdefault("error", _describe_error(e))
+    return out
+
+
+def _describe_error(error: CkpttoolError) -> dict[str, Any]:
+    """Return what an error is and where it was raised, without its message."""
+    frames = traceback.extract_tb(error.__traceback__)
+    places = [f"{f.filename.rpartition(_OURS)[2]}:{f.lineno} {f.name}" for f in frames if _OURS in f.filename]
+    return {"code": error.code, "kind": type(error).__name__, "raised": places}
+
+
+def _list_files(path: str) -> dict[str, int]:
+    """Return {name below the checkpoint: bytes} of its files, at most `_MOST_FILES`; {} if they cannot be listed."""
+    try:
+        where = layouts.place(path)
+    except CkpttoolError:
+        return {}
+    with where.source as source:
+        if where.file is not None:
+            return {f"FILE{PurePath(where.file).suffix}": source.size(where.file)}
+        out: dict[str, int] = {}
+        folders = [""]
+        while folders and len(out) < _MOST_FILES:
+            folder = folders.pop()
+            for entry in sorted(source.list(folder)):
+                name = f"{folder}/{entry}" if folder else entry
+                is_folder, size = source.glance(name)
+                if is_folder:
+                    folders.append(name)
+                else:
+                    out[name] = size
+        return out
+
+
+def _describe_kind(x: object) -> str:
+    """Return what kind of value this is, and how many elements it has, but no element: "dict of 3 entries"."""
+    if isinstance(x, Opaque):
+        return f"object of {x.cls}"
+    kind = type(x).__name__
+    if isinstance(x, (str, bytes)):
+        return f"{kind} of length {len(x)}"
+    if isinstance(x, (list, tuple, set, frozenset, Mapping)):
+        return f"{kind} of {count_noun(len(x), 'element')}"
+    return kind
