@@ -186,8 +186,8 @@ def write(ckpt: Checkpoint, source: Source, options: WriteOptions) -> Draft:
     leaves |= {v.path: v.data for v in values.values()}
     tree, notes = tree_of(collapse_composites(leaves), ckpt.origin, same_bytes, options)
     with_groups = {p[: p.index("param_groups")] for p in tree if "param_groups" in p}
-    for at in with_groups - {p[: p.index("state")] for p in tree if "state" in p}:
-        tree[*at, "state"] = {}  # Optimizer.load_state_dict asks for it where there are no slots, as in SGD
+    for above in with_groups - {p[: p.index("state")] for p in tree if "state" in p}:
+        tree[*above, "state"] = {}  # Optimizer.load_state_dict asks for it where there are no slots, as in SGD
     if arrays:
         notes.append(
             f"numpy arrays in {count_noun(len(arrays), 'value')}, first {arrays[0]}, are torch tensors in this file, "

@@ -33,6 +33,7 @@ OUTSIDE: dict[str, set[str]] = {
     "watching.health": {"blake3"},
     "watching.journal": {"blake3"},
     "watching.saves": {"blake3"},
+    "pytest_plugin": {"pytest"},
     "cli.adapter.arguments": {"typer"},
     "cli.adapter.extract": {"typer"},
     "cli.adapter.merge": {"typer"},

@@ -14,7 +14,7 @@ from typing import Any
 
 from ... import layouts
 from ...errors import CkpttoolError
-from ...formats.values import Opaque
+from ...formats.pickles import Opaque
 from ...options import OpenOptions
 from ...printable import count_noun
 from ..opening import open_checkpoint
@@ -80,7 +80,7 @@ def _list_files(path: str) -> dict[str, int]:
                 if is_folder:
                     folders.append(name)
                 else:
-                    out[name] = size
+                    out[name] = size or 0
         return out
 
 
