@@ -36,7 +36,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import chain, repeat
-from types import FunctionType
+from types import FunctionType, MappingProxyType
 from typing import Any, NamedTuple
 
 from ..errors import Corrupt, Unsafe, Unsupported
@@ -1034,38 +1034,68 @@ def _refuse_chain(x: Any, what: str) -> None:
     raise _TooDeep(f"{what}: nested deeper than {MAX_DEPTH}; no training state is.")
 
 
-def refuse_deep(obj: object, what: str, most: int) -> None:
-    """Refuse an object that is too deep or too large, walking without recursion and counting shared parts as often as
-    they are met.
+def refuse_deep(
+    obj: object, what: str, most: int, measured: Mapping[int, tuple[int, int]] = MappingProxyType({})
+) -> tuple[int, int]:
+    """Refuse an object that is too deep or too large; return (containers inside one another, nodes).
+
+    Parts that are shared are walked once, and counted as often as they are met. There is no recursion.
 
     Args:
         what: names the object in messages.
         most: how many nodes it may have.
+        measured: what this function returned, by identity, of objects that live on.
 
     Raises:
         Unsafe: deeper than 100, or more than `most` nodes, so that any later walk is bounded.
         Unsupported: it contains one of our stand-ins, because the pickle has a function that it never calls.
     """
-    todo, seen = [(obj, 0)], 0
+    done: dict[int, tuple[int, int] | None] = {}  # (depth, nodes) of the containers met; None while inside of one
+    todo: list[tuple[Any, list[Any] | None, int]] = [(obj, None, 0)]
+    depth = nodes = met = 0
     while todo:
-        x, depth = todo.pop()
+        x, parts, nodes = todo.pop()
+        if parts is None:
+            key, depth = id(x), 0
+            if key in done or key in measured:
+                found = done.setdefault(key, measured.get(key))
+                depth, nodes = found or (MAX_DEPTH + 1, 0)  # one that holds itself has no end
+            else:
+                inside = children(x)
+                nodes = 1 + len(inside)
+                met += nodes
+                parts = _containers_among(inside, what)
+                done[key] = None if parts else (0, nodes)
+                if parts:
+                    todo.append((x, parts, nodes))
+                    todo.extend((c, None, 0) for c in parts)
+        else:
+            sizes = [done[id(c)] or (0, 0) for c in parts]
+            depth, nodes = 1 + max(d for d, _ in sizes), nodes + sum(n for _, n in sizes)
+            done[id(x)] = depth, nodes
         if depth > MAX_DEPTH:
             raise Unsafe(f"{what}: nested deeper than {MAX_DEPTH}; no training state is.", code="CKPT0704")
-        inside = children(x)
-        seen += 1 + len(inside)
-        if seen > most:
+        if max(nodes, met) > most:
             raise Unsafe(f"{what}: expands to more than {most:,} objects; no training state does.", code="CKPT0704")
-        if len(inside) > _FEW and _PLAIN_TYPES.issuperset(map(type, inside)):
-            continue
-        for c in inside:
-            if isinstance(c, (dict, list, tuple, set, frozenset, Opaque)):
-                todo.append((c, depth + 1))
-            elif isinstance(c, (FunctionType, type)):
-                raise Unsupported(
-                    f"{what}: holds a function or a class that rebuilds objects ({c.__name__}) as a value. That is not "
-                    "state; save the checkpoint without it.",
-                    code="CKPT0307",
-                )
+    return depth, nodes
+
+
+def _containers_among(inside: Any, what: str) -> list[Any]:
+    """Return those of the parts of a container that are containers; `what` names the object around it in messages.
+
+    Raises:
+        Unsupported: a part is one of our stand-ins.
+    """
+    if len(inside) > _FEW and _PLAIN_TYPES.issuperset(map(type, inside)):
+        return []
+    for c in inside:
+        if isinstance(c, (FunctionType, type)):
+            raise Unsupported(
+                f"{what}: holds a function or a class that rebuilds objects ({c.__name__}) as a value. That is not "
+                "state; save the checkpoint without it.",
+                code="CKPT0307",
+            )
+    return [c for c in inside if isinstance(c, (dict, list, tuple, set, frozenset, Opaque))]
 
 
 def _copy_without_cycles(obj: Any, what: str, most: int) -> Any:

@@ -369,6 +369,18 @@ def test_a_list_that_holds_itself_is_refused() -> None:
     assert "nested deeper" in refusal(pickle.dumps(loop, 2))
 
 
+def test_the_walk_counts_shared_parts_each_time_and_looks_into_them_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    parts = [{"offsets": [i], "sizes": (i, [i])} for i in range(500)]
+    tree = {f"flat{i}": list(parts) for i in range(50)}
+    looked = []
+    real = pickles.children
+    monkeypatch.setattr(pickles, "children", lambda x: looked.append(1) or real(x))
+    assert pickles.refuse_deep(tree, "x", 1 << 30) == (4, 1 + 100 + 50 * (501 + 500 * 12))
+    assert len(looked) == 1 + 50 + 500 * 4
+    with pytest.raises(Unsafe, match="expands to more than"):
+        pickles.refuse_deep(tree, "x", 50 * 500 * 12)
+
+
 def test_a_value_that_unfolds_without_bound_is_refused() -> None:
     assert "expands to more than" in refusal(b"\x80\x02" + laughs() + b".")
     assert "expands to more than" in refusal(b"\x80\x02" + b"K\x01" + b"q\x63h\x63\x86" * 20 + b".")
