@@ -21,8 +21,9 @@ from typing import Any, NamedTuple
 
 from ckpttool.errors import CkpttoolError, Corrupt, Unsupported
 from ckpttool.formats import stored_tensors, torch_zip
+from ckpttool.formats.common_lists import CommonLists
 from ckpttool.formats.pickles import Opaque, short
-from ckpttool.formats.sharded import Shards, is_sharded, shards_of, stand_ins
+from ckpttool.formats.sharded import Boxes, Shards, is_sharded, shards_of, stand_ins
 from ckpttool.formats.stored_tensors import StoredTensor
 from ckpttool.index import boxes
 from ckpttool.index.checkpoint import (
@@ -107,6 +108,8 @@ class Files:
     notes: list[str] = field(default_factory=list)
     unlike: list[DifferentCopy] = field(default_factory=list)  # copies that differ from the one that is kept
     known: dict[int, tuple[Opaque, Shards]] = field(default_factory=dict)  # by identity
+    lists: CommonLists = field(default_factory=CommonLists)
+    tables: dict[int, Boxes] = field(default_factory=dict)  # the shards that `known` tensors list, by identity
 
     def number(self, name: str) -> int:
         """Add a file by its name below the source, and return its number, by which the index of the checkpoint refers
@@ -131,7 +134,7 @@ class Files:
             x: the unpickled ShardedTensor or DTensor.
         """
         if id(x) not in self.known:
-            self.known[id(x)] = x, shards_of(x, str(key), self.reader(file), self.path(file))
+            self.known[id(x)] = x, shards_of(x, str(key), self.reader(file), self.path(file), self.tables)
         return self.known[id(x)][1]
 
     def keep(self, file: int, t: StoredTensor) -> None:
@@ -195,7 +198,8 @@ def load(files: Files, name: str) -> Any:
         CkpttoolError: the file is damaged, or no file of torch.save that can be read safely.
     """
     what = f"{files.source.root}/{name}"
-    return torch_zip.read(files.source.reader_of(name), 0, files.source.size(name), what, stand_ins(what))
+    read_at, size = files.source.reader_of(name), files.source.size(name)
+    return torch_zip.read(read_at, 0, size, what, stand_ins(what), lists=files.lists)
 
 
 @dataclass
@@ -491,6 +495,7 @@ def assemble_tensor(files: Files, ranks: list[Rank], name: str, column: Column) 
         return first_replica(files, ranks, name, column)
     first: Rank | None = None
     shape: tuple[int, ...] = ()
+    listed: Boxes | None = None
     found: dict[tuple[tuple[int, ...], tuple[int, ...]], tuple[int, StoredTensor]] = {}
     dtype = ""
     for r, x in zip(ranks, column, strict=True):
@@ -501,11 +506,18 @@ def assemble_tensor(files: Files, ranks: list[Rank], name: str, column: Column) 
             )
         s = _shards_of_rank(files, r, name, x)
         if first is None:
-            first, shape, dtype = r, s.shape, s.dtype
+            first, shape, dtype, listed = r, s.shape, s.dtype, s.listed
         elif (s.shape, s.dtype) != (shape, dtype):
             raise Corrupt(
                 f'{files.path(r.file)}: "{name}" is {s.dtype} {s.shape}, in {files.names[first.file]} it is {dtype} '
                 f"{shape}. The files are from different saves; fetch the files of one save.",
+                code="CKPT0409",
+            )
+        if s.listed is not listed and s.listed != listed:
+            raise Corrupt(
+                f'{files.path(r.file)}: the shards of "{name}" are listed otherwise in '
+                f"{files.names[first.file]}. The files are from different saves, or one was changed; fetch the files "
+                "of one save.",
                 code="CKPT0409",
             )
         for start, tensor in s.pieces:

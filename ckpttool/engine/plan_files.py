@@ -100,7 +100,7 @@ def plan_id(source: Source, draft: Draft, target: layouts.Layout, *asked: object
     for f in draft.files:
         h.update(os.fsencode(f"{f.name} {f.size}\n"))
         if not callable(f.head):
-            h.update(f.head)
+            h.update(f.first_bytes())
     for name, entry in draft.checkpoint.tensors.items():
         h.update(os.fsencode(f"{name} {draft.aliases.get(name)}\n"))
         for t in (entry, draft.sources.get(name)):

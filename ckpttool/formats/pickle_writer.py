@@ -4,21 +4,49 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Callable, Collection
+from itertools import islice
+from typing import Any, NamedTuple
 
 from .pickles import BackReference, Global, Opaque, Ordered
 
-__all__ = ["dump"]
+__all__ = ["CommonList", "dump", "dump_pieces"]
 
 #: The persistent id of a tensor's storage; None of anything else.
 PersistentId = Callable[[object], tuple[object, ...] | None]
 _TUPLES = {0: b")", 1: b"\x85", 2: b"\x86", 3: b"\x87"}
 
 
+class _Encoded(NamedTuple):
+    """A list as pickled: what the memo must have had before (`outside`), what it got (`put`), the objects whose
+    identities are among these, and the bytes."""
+
+    outside: dict[object, int]
+    put: dict[object, int]
+    alive: list[object]
+    raw: bytes
+
+
+class CommonList(list[Any]):
+    """A list that many pickles have in common: it is encoded once for all where it begins with the same number in the
+    memo, and they share the bytes. It holds no tensor and no other such list, and must not be changed."""
+
+    def __init__(self, items: Collection[object]) -> None:
+        super().__init__(items)
+        self.encoded: dict[int, list[_Encoded]] = {}
+
+
 def dump(obj: object, persistent: PersistentId | None = None) -> bytes:
+    """Write an object as `dump_pieces` does; return the pickle."""
+    return b"".join(dump_pieces(obj, persistent))
+
+
+def dump_pieces(obj: object, persistent: PersistentId | None = None) -> list[bytes]:
     """Write plain data, Global and Opaque as a pickle of protocol 2, as torch does; the same bytes for the same data.
 
     An attribute of a class (a Global with a dot) is written as the call of getattr that CPython writes. Objects with a
     `reduce()` method of ours give (Global, args) to be called by the reader.
+
+    The pickle is returned in pieces, of which those of a `CommonList` are the same objects in many pickles.
 
     Args:
         persistent: returns the persistent id of a tensor's storage, None for anything else; None where there are no
@@ -29,17 +57,19 @@ def dump(obj: object, persistent: PersistentId | None = None) -> bytes:
     """
     pickler = _Pickler(persistent or (lambda x: None))
     pickler.save(obj)
-    return bytes(pickler.out + b".")
+    return [*pickler.pieces, bytes(pickler.out + b".")]
 
 
 class _Pickler:
-    """The bytes written so far, and a memo of what is in them."""
+    """The bytes written so far, `pieces` and then `out`, and a memo of what is in them."""
 
     def __init__(self, persistent: PersistentId) -> None:
         self.persistent = persistent
+        self.pieces: list[bytes] = []
         self.out = bytearray(b"\x80\x02")
         self.memo: dict[object, int] = {}
         self.alive: list[object] = []  # objects whose id() is in the memo must live as long as it does
+        self.recalled: dict[object, int] = {}  # since the list began that is being encoded for other pickles, too
 
     def memoize(self, key: object) -> None:
         """Write a PUT of the object on the reader's stack, and remember its number in the memo under `key`."""
@@ -51,6 +81,7 @@ class _Pickler:
         n = self.memo.get(key)
         if n is None:
             return False
+        self.recalled[key] = n
         self.out += b"h" + bytes([n]) if n < 256 else b"j" + struct.pack("<I", n)
         return True
 
@@ -145,9 +176,9 @@ class _Pickler:
         if self.recall(id(x)):
             return
         if type(x) is list:
-            self.out += b"]"
-            self._memoize_identity(x)
-            self._save_list_items(x)
+            self._save_list(x)
+        elif type(x) is CommonList:
+            self._save_common_list(x)
         elif isinstance(x, dict) and type(x) in (dict, Ordered):
             if type(x) is dict:
                 self.out += b"}"
@@ -161,6 +192,32 @@ class _Pickler:
             self._save_instance(x)
         else:
             raise TypeError(f"a {type(x).__name__} cannot be written to a checkpoint")
+
+    def _save_list(self, x: list[object]) -> None:
+        """Write a list."""
+        self.out += b"]"
+        self._memoize_identity(x)
+        self._save_list_items(x)
+
+    def _save_common_list(self, x: CommonList) -> None:
+        """Write a list that other pickles have, too, as one of them did where the memo allows it."""
+        self.pieces.append(bytes(self.out))
+        self.out.clear()
+        first = len(self.memo)
+        forms = x.encoded.setdefault(first, [])
+        for form in forms:
+            if form.outside.items() <= self.memo.items() and form.put.keys().isdisjoint(self.memo):
+                break
+        else:
+            self.recalled, alive = {}, len(self.alive)
+            self._save_list(x)
+            put = dict(islice(self.memo.items(), first, None))
+            outside = {key: n for key, n in self.recalled.items() if n < first}
+            form = _Encoded(outside, put, self.alive[alive:], bytes(self.out))
+            forms.append(form)
+            self.out.clear()
+        self.memo.update(form.put)
+        self.pieces.append(form.raw)
 
     def _save_instance(self, x: Opaque) -> None:
         """Write an instance of an unknown class as it was pickled.

@@ -37,9 +37,12 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import chain, repeat
 from types import FunctionType, MappingProxyType
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ..errors import Corrupt, Unsafe, Unsupported
+
+if TYPE_CHECKING:
+    from .common_lists import CommonLists
 
 __all__ = [
     "ANY_MODULE",
@@ -89,6 +92,10 @@ class _TooDeep(Unsafe):
     """Something is nested deeper than `MAX_DEPTH`."""
 
     code = "CKPT0704"
+
+
+class _CommonListChanged(Exception):
+    """A pickle changes a part of a list that other pickles have, too."""
 
 
 class Truncated(Corrupt):
@@ -576,6 +583,7 @@ def load(
     start: int = 0,
     what: str = "pickle",
     inert: bool = False,
+    lists: CommonLists | None = None,
 ) -> tuple[Any, int]:
     """Read one pickle as data, without importing or calling anything: (object, position after its end).
 
@@ -587,6 +595,8 @@ def load(
         what: names the pickle in messages.
         inert: keep a call of anything unknown as an `Opaque` instead of refusing it, for those who only look for
             storages.
+        lists: long lists of earlier pickles that had the same stand-ins; those that are here too become the same
+            objects, which must not be changed. None to read a pickle by itself.
 
     Raises:
         Unsafe: it would call something, or has no bound.
@@ -595,14 +605,16 @@ def load(
         Unsupported: it holds a function or class as a value, or a stand-in does not support what it is called with.
     """
     try:
-        obj, end = _run_opcodes(data, start, stand_ins or {}, persistent, what, inert)
+        obj, end = _run_opcodes(data, start, stand_ins or {}, persistent, what, inert, lists)
+    except _CommonListChanged:
+        return load(data, stand_ins, persistent, start, what, inert)
     except (IndexError, struct.error):
         raise Truncated(f"{what}: the pickle ends in the middle of an instruction.") from None
     except (UnicodeDecodeError, KeyError, TypeError, ValueError, AttributeError, OverflowError) as e:
         raise Corrupt(f"{what}: the pickle is malformed ({type(e).__name__}: {e}).", code="CKPT0407") from None
     most = 16 * (end - start) + 1000
     try:
-        refuse_deep(obj, what, most)
+        refuse_deep(obj, what, most, lists.measured if lists else {})
     except Unsafe:  # too large, or without end since an instance holds itself
         obj = _copy_without_cycles(obj, what, most)
         refuse_deep(obj, what, most)
@@ -610,7 +622,13 @@ def load(
 
 
 def _run_opcodes(  # noqa: C901  # one branch for each opcode
-    data: bytes, pos: int, known: StandIns, persistent: Any, what: str, inert: bool
+    data: bytes,
+    pos: int,
+    known: StandIns,
+    persistent: Any,
+    what: str,
+    inert: bool,
+    lists: CommonLists | None,
 ) -> tuple[Any, int]:
     """Execute the instructions of a pickle on a stack of plain data: (object, position after STOP).
 
@@ -622,13 +640,17 @@ def _run_opcodes(  # noqa: C901  # one branch for each opcode
         persistent: turns a persistent id into a value; None refuses them.
         what: names the pickle in messages.
         inert: keep a call of anything unknown as an `Opaque` instead of refusing it.
+        lists: long lists of earlier pickles; None for none.
 
     Raises:
+        _CommonListChanged: it changes a part of one of these, which this does not.
         Unsafe: it would call something, or no pickler writes such a pickle.
         Corrupt: it is too long, or damaged.
     """
     stack: list[Any] = []
-    memo: dict[int, Any] = {}
+    memo: Any = {} if lists is None else lists.new_memo()
+    begun: dict[int, int] = {}  # where a list begins, by its identity
+    frozen = lists.frozen if lists is not None else ()
     below: list[list[Any]] = []  # the stacks under the marks: nothing above a mark takes from them
     push, pop = stack.append, stack.pop
     u16, u32, u64 = struct.Struct("<H").unpack_from, struct.Struct("<I").unpack_from, struct.Struct("<Q").unpack_from
@@ -754,6 +776,8 @@ def _run_opcodes(  # noqa: C901  # one branch for each opcode
         pos += 1
         # ordered by how often torch's pickles use them
         if op == 0x94:  # MEMOIZE
+            if frozen and memo.lists:
+                raise _CommonListChanged
             memo[len(memo)] = stack[-1]
         elif op == 0x4B:  # BININT1
             push(data[pos])
@@ -803,7 +827,12 @@ def _run_opcodes(  # noqa: C901  # one branch for each opcode
         elif op == 0x7D:  # EMPTY_DICT
             push({})
         elif op == 0x5D:  # EMPTY_LIST
-            push([])
+            found = lists.find(data, pos - 1, memo) if frozen and lists is not None and frame_end == size else None
+            if found is not None:
+                pos = found[1]
+            push([] if found is None else found[0])
+            if lists is not None and found is None:
+                begun[id(stack[-1])] = pos - 1
         elif op == 0x52:  # REDUCE
             args = pop()
             stack[-1] = call(stack[-1], args)
@@ -830,6 +859,8 @@ def _run_opcodes(  # noqa: C901  # one branch for each opcode
                 )
         elif op == 0x62:  # BUILD
             state, obj = pop(), stack[-1]
+            if frozen and id(obj) in frozen:
+                raise _CommonListChanged
             if isinstance(obj, Opaque):
                 if obj.state is not None:
                     raise Unsafe(
@@ -848,6 +879,8 @@ def _run_opcodes(  # noqa: C901  # one branch for each opcode
                 raise Unsafe(f"{what}: the pickle sets the state of {short(obj)}.", code="CKPT0701")
         elif op == 0x75:  # SETITEMS
             items = since_mark()
+            if frozen and id(stack[-1]) in frozen:
+                raise _CommonListChanged
             if isinstance(stack[-1], Opaque):
                 stack[-1].call |= id(stack[-1]) in members
                 for k, v in zip(items[::2], items[1::2], strict=True):
@@ -865,6 +898,8 @@ def _run_opcodes(  # noqa: C901  # one branch for each opcode
                     _set_new_key(d, items[i], items[i + 1], what)
         elif op == 0x73:  # SETITEM
             v, k = pop(), pop()
+            if frozen and id(stack[-1]) in frozen:
+                raise _CommonListChanged
             if isinstance(stack[-1], Opaque):
                 stack[-1].call |= id(stack[-1]) in members
                 stack[-1].set_item(k, v, what)
@@ -874,11 +909,15 @@ def _run_opcodes(  # noqa: C901  # one branch for each opcode
                 _set_new_key(stack[-1], k, v, what)
         elif op in (0x65, 0x61):  # APPENDS, APPEND
             items = since_mark() if op == 0x65 else [pop()]
+            if frozen and id(stack[-1]) in frozen:
+                raise _CommonListChanged
             if isinstance(stack[-1], Opaque):
                 stack[-1].call |= id(stack[-1]) in members
                 stack[-1].list_items.extend(items)
             elif type(stack[-1]) is list:
                 stack[-1].extend(items)
+                if lists is not None and data[pos] != 0x28:  # another APPENDS may follow a MARK
+                    lists.record(data, begun.get(id(stack[-1]), pos), pos, memo, stack[-1])
             else:
                 raise TypeError("APPEND to a " + type(stack[-1]).__name__)
         elif op == 0x90:  # ADDITEMS
@@ -1051,51 +1090,58 @@ def refuse_deep(
         Unsupported: it contains one of our stand-ins, because the pickle has a function that it never calls.
     """
     done: dict[int, tuple[int, int] | None] = {}  # (depth, nodes) of the containers met; None while inside of one
-    todo: list[tuple[Any, list[Any] | None, int]] = [(obj, None, 0)]
+    todo: list[tuple[Any, list[Any] | None, int, int]] = [(obj, None, 0, 0)]
     depth = nodes = met = 0
     while todo:
-        x, parts, nodes = todo.pop()
-        if parts is None:
-            key, depth = id(x), 0
-            if key in done or key in measured:
-                found = done.setdefault(key, measured.get(key))
-                depth, nodes = found or (MAX_DEPTH + 1, 0)  # one that holds itself has no end
-            else:
-                inside = children(x)
-                nodes = 1 + len(inside)
-                met += nodes
-                parts = _containers_among(inside, what)
-                done[key] = None if parts else (0, nodes)
-                if parts:
-                    todo.append((x, parts, nodes))
-                    todo.extend((c, None, 0) for c in parts)
+        x, parts, depth, nodes = todo.pop()
+        if parts is None and (id(x) in done or id(x) in measured):
+            depth, nodes = done.setdefault(id(x), measured.get(id(x))) or (MAX_DEPTH + 1, 0)  # inside of itself
+        elif parts is None:
+            depth, nodes, parts = _look_into(x, what)
+            met += nodes
+            done[id(x)] = None if parts else (depth, nodes)
+            if parts:
+                todo.append((x, parts, depth, nodes))
+                todo.extend([(c, None, 0, 0) for c in parts])
         else:
-            sizes = [done[id(c)] or (0, 0) for c in parts]
-            depth, nodes = 1 + max(d for d, _ in sizes), nodes + sum(n for _, n in sizes)
+            for c in parts:
+                below, more = done[id(c)] or (0, 0)
+                depth, nodes = max(depth, below + 1), nodes + more
             done[id(x)] = depth, nodes
         if depth > MAX_DEPTH:
             raise Unsafe(f"{what}: nested deeper than {MAX_DEPTH}; no training state is.", code="CKPT0704")
-        if max(nodes, met) > most:
+        if nodes > most or met > most:
             raise Unsafe(f"{what}: expands to more than {most:,} objects; no training state does.", code="CKPT0704")
     return depth, nodes
 
 
-def _containers_among(inside: Any, what: str) -> list[Any]:
-    """Return those of the parts of a container that are containers; `what` names the object around it in messages.
+def _look_into(x: object, what: str) -> tuple[int, int, list[Any]]:
+    """Look at the parts of a container: (1 if containers of nothing but plain data are among them, else 0; nodes of the
+    container and of these; the other containers). `what` names the object around it in messages.
 
     Raises:
         Unsupported: a part is one of our stand-ins.
     """
+    inside = children(x)
+    depth, nodes = 0, 1 + len(inside)
+    parts: list[Any] = []
     if len(inside) > _FEW and _PLAIN_TYPES.issuperset(map(type, inside)):
-        return []
+        return depth, nodes, parts
     for c in inside:
-        if isinstance(c, (FunctionType, type)):
+        kind = type(c)
+        if kind in _PLAIN_TYPES:
+            continue
+        if kind is Global or (kind is tuple and _PLAIN_TYPES.issuperset(map(type, c))):
+            depth, nodes = 1, nodes + 1 + (len(c) if kind is tuple else 0)
+        elif isinstance(c, (dict, list, tuple, set, frozenset, Opaque)):
+            parts.append(c)
+        elif isinstance(c, (FunctionType, type)):
             raise Unsupported(
                 f"{what}: holds a function or a class that rebuilds objects ({c.__name__}) as a value. That is not "
                 "state; save the checkpoint without it.",
                 code="CKPT0307",
             )
-    return [c for c in inside if isinstance(c, (dict, list, tuple, set, frozenset, Opaque))]
+    return depth, nodes, parts
 
 
 def _copy_without_cycles(obj: Any, what: str, most: int) -> Any:

@@ -20,13 +20,23 @@ from ..index import boxes
 from ..index.checkpoint import ITEMSIZE
 from ..storage.source import ReadAt
 from . import torch_zip
+from .pickle_writer import CommonList
 from .pickles import MEMORY_FORMATS, Global, Opaque, enum_members, resolve_attribute, short
 from .placements import PlacementCut, ShardPiece, local_pieces
 from .stored_tensors import StoredTensor, inline_tensors
 from .subclasses import is_subclass
 from .torch_pickles import TensorRef
 
-__all__ = ["ShardTable", "Shards", "is_sharded", "local_tensor", "make_sharded_tensor", "shards_of", "stand_ins"]
+__all__ = [
+    "Boxes",
+    "ShardTable",
+    "Shards",
+    "is_sharded",
+    "local_tensor",
+    "make_sharded_tensor",
+    "shards_of",
+    "stand_ins",
+]
 
 _SHARDED = "torch.distributed._shard.sharded_tensor"
 
@@ -34,7 +44,8 @@ _SHARDED = "torch.distributed._shard.sharded_tensor"
 class Shards(NamedTuple):
     """What one rank has of a ShardedTensor or DTensor: `pieces` are (start, tensor).
 
-    `place` is (which slice of a flat parameter this rank would hold, how many there are).
+    `place` is (which slice of a flat parameter this rank would hold, how many there are), `listed` (start, shape) of
+    the parts of all ranks, None where the file does not list them.
     """
 
     dtype: str
@@ -43,6 +54,11 @@ class Shards(NamedTuple):
     rank: int | None
     world: int | None
     place: tuple[int, int] | None
+    listed: Boxes | None = None
+
+
+#: (start, shape) of parts of a tensor.
+Boxes = frozenset[tuple[tuple[int, ...], tuple[int, ...]]]
 
 
 def stand_ins(what: str) -> dict[tuple[str, str], Any]:
@@ -116,7 +132,7 @@ def local_tensor(x: Opaque) -> Any:
     return _attributes_of(x).get("_local_tensor")
 
 
-def shards_of(x: Opaque, key: str, read_at: ReadAt, what: str) -> Shards:
+def shards_of(x: Opaque, key: str, read_at: ReadAt, what: str, tables: dict[int, Boxes]) -> Shards:
     """Read what a rank's file says of its part of a ShardedTensor or DTensor.
 
     Args:
@@ -124,21 +140,23 @@ def shards_of(x: Opaque, key: str, read_at: ReadAt, what: str) -> Shards:
         key: its name, for messages.
         read_at: reads bytes (offset, length) of the file.
         what: names the file in messages.
+        tables: the lists of all shards that were read, by identity; this one is added.
 
     Raises:
         Corrupt: it contradicts itself.
         Unsupported: a placement that a checkpoint cannot hold, or parts that are tensor subclasses.
     """
     try:
-        return _read_sharded_tensor(x) if x.cls.name == "ShardedTensor" else _read_dtensor(x, read_at, what)
+        return _read_sharded_tensor(x, tables) if x.cls.name == "ShardedTensor" else _read_dtensor(x, read_at, what)
     except (KeyError, TypeError, ValueError, IndexError, AttributeError) as e:
         raise Corrupt(
             f'{what}: "{key}" is a {x.cls.name} that does not hold together ({type(e).__name__}: {e}).', code="CKPT0407"
         ) from None
 
 
-def _read_sharded_tensor(x: Opaque) -> Shards:
-    """Read the shards that a rank has of a pickled ShardedTensor.
+def _read_sharded_tensor(x: Opaque, tables: dict[int, Boxes]) -> Shards:
+    """Read the shards that a rank has of a pickled ShardedTensor; `tables` are the lists of shards read so far, by
+    identity.
 
     Raises:
         ValueError, KeyError, TypeError, IndexError, AttributeError: it does not hold together.
@@ -147,22 +165,25 @@ def _read_sharded_tensor(x: Opaque) -> Shards:
     fields = _attributes_of(meta)
     shape = _checked_sizes(fields["size"])
     dtype = fields["tensor_properties"].state[0].name
+    table = fields["shards_metadata"]
+    if id(table) not in tables:
+        entries = map(_attributes_of, table)
+        tables[id(table)] = frozenset(
+            (_checked_sizes(s["shard_offsets"]), _checked_sizes(s["shard_sizes"])) for s in entries
+        )
+    listed = tables[id(table)]
     pieces = []
     for shard in map(_attributes_of, local):
         tensor, place = shard["tensor"], _attributes_of(shard["metadata"])
         start, size = _checked_sizes(place["shard_offsets"]), _checked_sizes(place["shard_sizes"])
-        listed = any(
-            list(start) == s["shard_offsets"] and list(size) == s["shard_sizes"]
-            for s in map(_attributes_of, fields["shards_metadata"])
-        )
-        if not isinstance(tensor, StoredTensor) or tensor.shape != size or not listed:
+        if not isinstance(tensor, StoredTensor) or tensor.shape != size or (start, size) not in listed:
             raise ValueError(f"a shard at {start} of size {size} that its table does not have")
         dtype = tensor.dtype
         pieces.append((start, tensor))
     ranks = _attributes_of(group)
     rank, world = ranks.get("global_rank"), ranks.get("global_world_size")
     where = (ranks["local_rank"], ranks["local_world_size"]) if "local_rank" in ranks else None
-    return Shards(dtype, shape, pieces, rank, world, where)
+    return Shards(dtype, shape, pieces, rank, world, where, listed)
 
 
 def _read_dtensor(x: Opaque, read_at: ReadAt, what: str) -> Shards:
@@ -299,37 +320,42 @@ def _checked_sizes(x: object) -> tuple[int, ...]:
 class ShardTable:
     """The shards of 1-D tensors of one job as ShardedTensors list them; made once, since pickles then share them.
 
-    `bounds` are (first element, end) by rank; ranks that hold nothing have no shard.
+    A rank's own shard has a record of its own beside that list, as torch pickles it, so that the list is the same on
+    all ranks.
     """
 
     def __init__(self, world: int) -> None:
         self.world = world
-        self.places = [
-            _make_instance("torch.distributed.remote_device", "_remote_device", _remote_device_state(r))
-            for r in range(world)
-        ]
-        self.lists: dict[tuple[tuple[int, int], ...], list[Opaque]] = {}
+        self.places = [_make_place(r) for r in range(world)]
+        self.specs: dict[str, Opaque] = {}
+        self.lists: dict[tuple[tuple[int, int], ...], CommonList] = {}
 
-    def shards(self, bounds: tuple[tuple[int, int], ...]) -> list[Opaque]:
+    def shards(self, bounds: tuple[tuple[int, int], ...]) -> CommonList:
         """Return the ShardMetadata of all ranks that hold something, made once for the same bounds; `bounds` are (first
         element, end) by rank."""
         if bounds not in self.lists:
-            self.lists[bounds] = [self._one(r, a, b) for r, (a, b) in enumerate(bounds) if a < b]
+            held = [_make_shard(p, a, b) for p, (a, b) in zip(self.places, bounds, strict=True) if a < b]
+            self.lists[bounds] = CommonList(held)
         return self.lists[bounds]
 
-    def _one(self, rank: int, a: int, b: int) -> Opaque:
-        """Make the ShardMetadata of one rank, which holds elements [a, b)."""
-        fields = {"shard_offsets": [a], "shard_sizes": [b - a], "placement": self.places[rank]}
-        return _make_instance("torch.distributed._shard.metadata", "ShardMetadata", (None, fields))
+    def spec(self, key: str) -> Opaque:
+        """Return the ChunkShardingSpec of the tensor with this name. Each has a list of its own: what a pickle only
+        refers to must not be larger than a multiple of its bytes (`pickles.load`)."""
+        if key not in self.specs:
+            fields = {"dim": 0, "placements": CommonList(self.places)}
+            chunks = "torch.distributed._shard.sharding_spec.chunk_sharding_spec"
+            self.specs[key] = _make_instance(chunks, "ChunkShardingSpec", fields)
+        return self.specs[key]
 
 
 def make_sharded_tensor(
-    table: ShardTable, bounds: tuple[tuple[int, int], ...], rank: int, ref: TensorRef | None, dtype: str
+    table: ShardTable, key: str, bounds: tuple[tuple[int, int], ...], rank: int, ref: TensorRef | None, dtype: str
 ) -> Opaque:
     """Make the record of a 1-D ShardedTensor as a rank pickles it.
 
     Args:
         table: the shards of the tensors of the job.
+        key: the name of the tensor.
         bounds: (first element, end) by rank.
         rank: the rank that the file is of.
         ref: its own shard; None where it holds nothing.
@@ -340,7 +366,7 @@ def make_sharded_tensor(
     strided = Opaque(Global("torch.serialization", "_get_layout"), ("torch.strided",), call=True)
     local = []
     if ref is not None:
-        own = shards[sum(a < b for a, b in bounds[:rank])]
+        own = _make_shard(_make_place(rank), *bounds[rank])
         local.append(_make_instance(f"{_SHARDED}.shard", "Shard", (None, {"tensor": ref, "metadata": own})))
     memory = Opaque(Global(f"{_SHARDED}.metadata", "MEM_FORMAT_ENCODING"), (0,), call=True)
     properties = _make_instance(f"{_SHARDED}.metadata", "TensorProperties", (kind, strided, True, memory, False))
@@ -356,12 +382,15 @@ def make_sharded_tensor(
         "local_world_size": table.world,
         "global_world_size": table.world,
     }
-    chunks = "torch.distributed._shard.sharding_spec.chunk_sharding_spec"
-    spec = _make_instance(chunks, "ChunkShardingSpec", {"dim": 0, "placements": list(table.places)})
     wrapper = (cls, kind, (size,), (1,), 0, strided, Opaque(Global("torch", "device"), ("cpu",), call=True), True)
     return Opaque(
         Global("torch._tensor", "_rebuild_from_type_v2"),
-        (Global("torch._utils", "_rebuild_wrapper_subclass"), cls, wrapper, (local, meta, group, spec, False)),
+        (
+            Global("torch._utils", "_rebuild_wrapper_subclass"),
+            cls,
+            wrapper,
+            (local, meta, group, table.spec(key), False),
+        ),
         call=True,
     )
 
@@ -373,6 +402,14 @@ def _make_instance(module: str, name: str, state: object) -> Opaque:
     return out
 
 
-def _remote_device_state(rank: int) -> dict[str, Any]:
-    """Return the state of a torch.distributed._remote_device."""
-    return {"_worker_name": None, "_rank": rank, "_device": Opaque(Global("torch", "device"), ("cpu",), call=True)}
+def _make_place(rank: int) -> Opaque:
+    """Make the record of a torch.distributed._remote_device: where a shard is."""
+    device = Opaque(Global("torch", "device"), ("cpu",), call=True)
+    fields = {"_worker_name": None, "_rank": rank, "_device": device}
+    return _make_instance("torch.distributed.remote_device", "_remote_device", fields)
+
+
+def _make_shard(place: Opaque, a: int, b: int) -> Opaque:
+    """Make the record of a ShardMetadata, of elements [a, b) at a place."""
+    fields = {"shard_offsets": [a], "shard_sizes": [b - a], "placement": place}
+    return _make_instance("torch.distributed._shard.metadata", "ShardMetadata", (None, fields))

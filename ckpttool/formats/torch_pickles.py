@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 from ..index import boxes
 from ..index.checkpoint import ITEMSIZE
 from .crc import crc32
-from .pickle_writer import dump
+from .pickle_writer import dump_pieces
 from .pickles import Global, Opaque, map_children
 from .stored_tensors import Inline
 from .torch_zip import STORAGE_NAMES
@@ -39,9 +39,9 @@ class _StorageRef(NamedTuple):
     tensor: TensorRef
 
 
-def pickle_tree(tree: object) -> bytes:
-    """Make the bytes of data.pkl, the pickle in a torch.save file, from a tree of plain values with a `TensorRef` for
-    every tensor.
+def pickle_tree(tree: object) -> list[bytes]:
+    """Make data.pkl, the pickle in a torch.save file, from a tree of plain values with a `TensorRef` for every tensor:
+    its bytes in pieces (`dump_pieces`).
 
     Raises:
         TypeError: something in it is of a type that no checkpoint has.
@@ -56,7 +56,7 @@ def pickle_tree(tree: object) -> bytes:
             return ("storage", Global("torch", STORAGE_NAMES[t.dtype]), t.key, "cpu", t.numel)
         return ("storage", Global("torch.storage", "UntypedStorage"), t.key, "cpu", t.numel * ITEMSIZE[t.dtype])
 
-    return dump(tree, persistent)
+    return dump_pieces(tree, persistent)
 
 
 def save_small_file(value: object) -> bytes:
@@ -74,7 +74,7 @@ def save_small_file(value: object) -> bytes:
             return TensorRef(x.dtype, x.shape, str(len(data) - 1), prod(x.shape))
         return map_children(x, one)
 
-    pkl = pickle_tree(one(value))
+    pkl = b"".join(pickle_tree(one(value)))
     out = bytearray()
     records: list[tuple[str, int, int, int, bool]] = []
     members = [("data.pkl", pkl), ("byteorder", b"little"), ("version", b"3\n")]
@@ -85,18 +85,24 @@ def save_small_file(value: object) -> bytes:
     return bytes(out + central_directory(records, len(out)))
 
 
-def make_head(root: str, pkl: bytes) -> tuple[bytes, list[tuple[str, int, int, int, bool]]]:
-    """Make the first bytes of a torch.save file, data.pkl and the small records: (bytes, their entries (name, offset of
-    the header, bytes, CRC32, False) for the zip's directory).
+def make_head(root: str, pkl: list[bytes]) -> tuple[list[bytes], list[tuple[str, int, int, int, bool]]]:
+    """Make the first bytes of a torch.save file, data.pkl and the small records: (bytes in pieces, their entries (name,
+    offset of the header, bytes, CRC32, False) for the zip's directory).
 
     Args:
         root: the folder that all records are in.
-        pkl: the bytes of data.pkl.
+        pkl: the bytes of data.pkl, in pieces.
     """
-    out = bytearray()
+    out: list[bytes] = []
     records: list[tuple[str, int, int, int, bool]] = []
-    for name, body in (("data.pkl", pkl), ("byteorder", b"little"), (".storage_alignment", b"64"), ("version", b"3\n")):
-        crc = crc32(body)
-        records.append((f"{root}/{name}", len(out), len(body), crc, False))
-        out += local_header(f"{root}/{name}", len(body), crc, len(out), 64) + body
-    return bytes(out), records
+    small = {"byteorder": b"little", ".storage_alignment": b"64", "version": b"3\n"}
+    at = 0
+    for name, body in (("data.pkl", pkl), *((name, [text]) for name, text in small.items())):
+        size, crc = sum(map(len, body)), 0
+        for piece in body:
+            crc = crc32(piece, crc)
+        records.append((f"{root}/{name}", at, size, crc, False))
+        header = local_header(f"{root}/{name}", size, crc, at, 64)
+        out += [header, *body]
+        at += len(header) + size
+    return out, records

@@ -23,6 +23,7 @@ from ..index.checkpoint import ITEMSIZE, MAX_NUMEL, MixupNote, Path, joined
 from ..storage.overlay import LostBytes
 from ..storage.source import ReadAt
 from . import other_files
+from .common_lists import CommonLists
 from .crc import crc32
 from .pickles import Global, Opaque, Refused, Truncated, is_dangerous, load, short
 from .stored_tensors import Size, Storage, StoredTensor, map_tensors
@@ -138,6 +139,7 @@ def read(
     what: str,
     stand_ins: dict[tuple[str, str], Any] | None = None,
     later: bool = False,
+    lists: CommonLists | None = None,
 ) -> Any:
     """Read the object in a torch.save file, zip or legacy, with `StoredTensor` for every tensor.
 
@@ -149,6 +151,7 @@ def read(
             none.
         later: return a tensor of a kind that is not supported as a `Refused`, for the caller to raise who knows whether
             it is needed.
+        lists: long lists of earlier files that were read with the same stand-ins, for `pickles.load`; None for none.
 
     Raises:
         Corrupt: incomplete or damaged.
@@ -210,7 +213,8 @@ def read(
             )
         return Storage(dtype, record.offset, record.length, record.crc32 or None)
 
-    tree = load(data, {**_tensor_stand_ins(what, unread, later), **(stand_ins or {})}, persistent, what=what)[0]
+    known = {**_tensor_stand_ins(what, unread, later), **(stand_ins or {})}
+    tree = load(data, known, persistent, what=what, lists=lists)[0]
     return _refuse_unread(tree, unread, what, later)
 
 

@@ -24,6 +24,7 @@ from ..index.checkpoint import Checkpoint, TensorEntry
 from ..index.draft import Draft, DraftFile, Dropped, Written
 from . import stored_tensors, torch_pickles, zip_bytes
 from .crc import crc32, crc32_combine
+from .pickle_writer import CommonList
 from .pickles import Opaque
 
 __all__ = ["TorchFiles"]
@@ -39,7 +40,7 @@ class _PendingRecord(NamedTuple):
 
 
 class _File(NamedTuple):
-    head: bytes
+    head: list[bytes]
     records: list[tuple[str, int, int, int, bool]]  # directory entries of what is in the head
     holes: list[_PendingRecord]
     places: dict[str, int]
@@ -80,12 +81,14 @@ class TorchFiles:
         if clash := {str(len(storages) + i) for i in range(len(inline))} & storages.keys():
             raise AssertionError(f"{name}: storages are numbered otherwise: {sorted(clash)}")
         head, records = torch_pickles.make_head(root, torch_pickles.pickle_tree(tree))
-        out = bytearray(head)
+        at = sum(map(len, head))
         for i, data in enumerate(inline):
             record = f"{root}/data/{len(storages) + i}"
-            records.append((record, len(out), len(data), crc32(data), False))
-            out += zip_bytes.local_header(record, len(data), crc32(data), len(out), 64) + data
-        at, holes, places = len(out), [], {}
+            records.append((record, at, len(data), crc32(data), False))
+            head.append(zip_bytes.local_header(record, len(data), crc32(data), at, 64) + data)
+            at += len(head[-1])
+        holes: list[_PendingRecord] = []
+        places: dict[str, int] = {}
         for key, n in storages.items():
             record = f"{root}/data/{key}"
             offset = at + len(zip_bytes.local_header(record, n, None, at, 64))
@@ -93,7 +96,7 @@ class TorchFiles:
             places[key] = offset
             at = offset + n + zip_bytes.DATA_DESCRIPTOR_BYTES
         self.names.append(name)
-        self.files.append(_File(bytes(out), records, holes, places, at))
+        self.files.append(_File(head, records, holes, places, at))
         return len(self.files) - 1
 
     def literal(self, name: str, data: bytes) -> int:
@@ -150,10 +153,11 @@ class TorchFiles:
         sizes = [n if isinstance(f, bytes) else n + more for n, f in zip(self.sizes(), self.files, strict=True)]
         checkpoint = replace(checkpoint, files=self.names, sizes=sizes)
         framing = framing._replace(checkpoint=checkpoint)
-        heads = [f if isinstance(f, bytes) else f.head for f in self.files]
         files = [
-            DraftFile(n, size, h, record_at=None if isinstance(f, bytes) else partial(framing.record_at, f))
-            for n, size, h, f in zip(self.names, checkpoint.sizes, heads, self.files, strict=True)
+            DraftFile(n, size, f)
+            if isinstance(f, bytes)
+            else DraftFile(n, size, f.head, record_at=partial(framing.record_at, f))
+            for n, size, f in zip(self.names, checkpoint.sizes, self.files, strict=True)
         ]
         return Draft(
             checkpoint,
@@ -241,7 +245,7 @@ class _Framing(NamedTuple):
         """Return the byte at which the last chunk written, (tensor, chunk, CRC32), ends in its file; where the head of
         the file ends, if none was."""
         if not written:
-            return len(f.head)
+            return sum(map(len, f.head))
         name, row, _ = written[-1]
         c = self.checkpoint.tensors[name].chunks
         return c.offset[row] + c.length[row]
@@ -338,7 +342,7 @@ def _number_inline(x: object, first: int, inline: list[bytes], done: dict[int, A
         return torch_pickles.TensorRef(x.dtype, x.shape, str(first + len(inline) - 1), n)
     if isinstance(x, dict):
         done[id(x)] = type(x)((k, _number_inline(v, first, inline, done)) for k, v in x.items())
-    elif isinstance(x, list):
+    elif isinstance(x, list) and type(x) is not CommonList:
         done[id(x)] = [_number_inline(v, first, inline, done) for v in x]
     elif type(x) is tuple:
         return tuple(_number_inline(v, first, inline, done) for v in x)

@@ -71,14 +71,15 @@ class DraftFile:
 
     name: str
     size: int
-    head: bytes | Callable[[], bytes] = b""
+    head: bytes | list[bytes] | Callable[[], bytes] = b""
     coded: Callable[[Callable[[bytes | memoryview], None], int, EarlierFile | None], Sink] | None = None
     frames_alone: bool = False
     record_at: Callable[[int], int] | None = None
 
     def first_bytes(self) -> bytes:
-        """Return `head`, which is made first where it is a function."""
-        return self.head() if callable(self.head) else self.head
+        """Return `head`, which is made first where it is a function, and joined where it is in pieces."""
+        head = self.head() if callable(self.head) else self.head
+        return head if isinstance(head, bytes) else b"".join(head)
 
 
 @dataclass

@@ -190,7 +190,7 @@ def _write_model(out: _DraftFiles, state: Training) -> None:
                     part = TensorRef(dtype, (y - x,), key, b - a, x - a) if x < y else Inline(dtype, (0,), b"")
                     views[p.name] = part
                 own = TensorRef(dtype, (b - a,), key, b - a) if a < b else None
-                tree[flat.key] = make_sharded_tensor(out.table, tuple(bounds), r, own, dtype)
+                tree[flat.key] = make_sharded_tensor(out.table, flat.key, tuple(bounds), r, own, dtype)
             views.update((alias, views[owner]) for alias, owner in flat.shared)
         for n in buffers:
             key, t, dtype = str(len(sizes)), first_replica[n], out.dtype(f"model.{n}")

@@ -11,6 +11,7 @@ import json
 import pickle
 import shutil
 import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -23,6 +24,7 @@ from ckpttool.converters import fsdp1
 from engine.test_flat_layout import Tiny, rank_of, wrapped
 from peers import difference, tensors_of
 from torch import Tensor, nn
+from torch.distributed._shard.sharded_tensor import ShardedTensor
 
 import ckpttool
 from ckpttool import layouts
@@ -733,6 +735,58 @@ def test_fsdp1_loads_what_is_written(tmp_path: Path, world: int, uop: bool) -> N
     with rank_of(0, world):
         described = describe_fsdp1(*live_job(uop, step=False))
     assert json.loads((tmp_path / "out" / "flat_layout.json").read_text()) == described
+
+
+def test_the_work_grows_as_the_ranks_do(tmp_path: Path) -> None:
+    """Each of W files lists the shards of W ranks: they are the same bytes, so that they are made and read once.
+    Function calls are counted, which are the same on every machine."""
+
+    def count(work: Callable[[], Any]) -> int:
+        calls = 0
+
+        def one_more(*_: object) -> None:
+            nonlocal calls
+            calls += 1
+
+        sys.setprofile(one_more)
+        try:
+            work()
+        finally:
+            sys.setprofile(None)
+        return calls
+
+    source = single(tmp_path)
+    written, read = {}, {}
+    for world in (4, 32, 128):  # the first one imports
+        out, how = tmp_path / str(world), {"to": "fsdp1", "world_size": world, "only": ["model"]}
+        written[world] = count(lambda out=out, how=how: conversion.convert(source, out, verify=False, **how))
+        read[world] = count(lambda out=out: opening.open(out).close())
+    assert written[128] < 5 * written[32]
+    assert read[128] < 5 * read[32]
+
+
+def test_a_list_of_shards_that_one_rank_has_otherwise_is_found_out(tmp_path: Path) -> None:
+    """Not the rank's own shard, which its own file has to list, but that of another rank."""
+    conversion.convert(
+        single(tmp_path),
+        tmp_path / "out",
+        to="fsdp1",
+        world_size=12,
+        options=ckpttool.Fsdp1Options(use_orig_params=True),
+    )
+    assert not difference(read(tmp_path / "out"), truth())
+
+    def shift(tree: Any) -> None:
+        for t in tree.values():
+            if isinstance(t, ShardedTensor) and len(t.metadata().shards_metadata) > 6:
+                t.metadata().shards_metadata[5].shard_offsets[0] += 1
+
+    with rank_of(3, 12):
+        tree = torch.load(tmp_path / "out" / "local_rank3.pt", weights_only=False)
+        shift(tree)
+        torch.save(tree, tmp_path / "out" / "local_rank3.pt")
+    with pytest.raises(Corrupt, match=r"local_rank3\.pt: the shards of .* are listed otherwise in local_rank0\.pt"):
+        opening.open(tmp_path / "out")
 
 
 def test_a_round_trip_has_equal_digests(tmp_path: Path) -> None:

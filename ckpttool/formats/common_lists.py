@@ -1,0 +1,208 @@
+"""Long lists that the pickles of all ranks have in common, read once.
+
+The file of each rank of a ShardedTensor lists the shards of all ranks, so W files have W times W entries, and all these
+lists are the same bytes. `CommonLists` keeps the bytes of such a list and what they made. Where another pickle has the
+same bytes, and the numbers in them refer to the same things there, its reader uses the same objects and executes no
+instruction. Anything else is executed, so a list that differs in one byte is read as what it says.
+
+Several pickles then share objects, so none of these may be changed: a pickle that does so is read by itself
+(`pickles.load`).
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Iterable
+from dataclasses import dataclass
+from itertools import islice
+from typing import Any
+
+from ..errors import Unsafe, Unsupported
+from .pickles import Global, Opaque, Ordered, children, refuse_deep
+
+__all__ = ["CommonLists"]
+
+_LEAST = 512  # bytes of a list that is kept
+_MOST_BYTES = 64 << 20  # of all that are kept
+_MOST_NODES = 1 << 24  # of one that is kept
+_PLAIN = (str, int, float, bool, type(None), Global)
+_PUTS, _GETS = ("BINPUT", "LONG_BINPUT"), ("BINGET", "LONG_BINGET")
+#: Instructions that may depend on, or change, what is outside of the list.
+_OUTSIDE = frozenset(("MEMOIZE", "PUT", "GET", "FRAME", "PROTO", "PERSID", "BINPERSID", "POP", "POP_MARK"))
+#: Those that end at a mark.
+_MARKED = frozenset(("TUPLE", "DICT", "LIST", "APPENDS", "SETITEMS", "ADDITEMS", "FROZENSET"))
+_TRIES = 4  # pickles in a row that have long lists, none of which is common
+
+
+class Memo(dict[int, Any]):
+    """The memo of a pickle, {number: object}, with those of whole lists beside it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lists: dict[int, list[Any]] = {}  # by the number of the first object
+        self._firsts: list[int] = []  # ascending
+        self._highest, self._seen = -1, 0  # of the numbers looked at, and how many these are
+
+    def __missing__(self, n: int) -> Any:
+        first = self.first_beside(n)
+        return self.lists[first][n - first]
+
+    def first_beside(self, n: int) -> int:
+        """Return the number of the first object of the list whose objects include number `n`.
+
+        Raises:
+            KeyError: there is none.
+        """
+        k = bisect_right(self._firsts, n) - 1
+        if k < 0 or n >= self._firsts[k] + len(self.lists[self._firsts[k]]):
+            raise KeyError(n)
+        return self._firsts[k]
+
+    def ends_before(self, n: int) -> bool:
+        """Whether no number from `n` on is in use."""
+        new = islice(reversed(self), len(self) - self._seen)  # the last ones set
+        self._highest, self._seen = max(self._highest, max(new, default=-1)), len(self)
+        return self._highest < n
+
+    def add(self, first: int, objects: list[Any]) -> None:
+        """Give objects the numbers from `first` on, before which the memo ends."""
+        self._firsts.append(first)
+        self.lists[first] = objects
+        self._highest = first + len(objects) - 1
+
+    def fold(self, first: int, objects: list[Any]) -> bool:
+        """Add the objects of a list that have just been set one by one; return False where other numbers were set
+        since."""
+        for n in range(first, first + len(objects)):
+            del self[n]
+        self._highest, self._seen = max((n + len(x) - 1 for n, x in self.lists.items()), default=-1), 0
+        if not self.ends_before(first):
+            self.update(zip(range(first, first + len(objects)), objects, strict=True))
+            return False
+        self.add(first, objects)
+        return True
+
+
+@dataclass(slots=True)
+class _CommonList:
+    """A list as pickled, from its EMPTY_LIST to its last APPENDS, and what it made: `objects` by number, from `first`
+    on, which is the list. It refers to the objects `outside`, by number, and to those of the lists `others`, by the
+    number of the first."""
+
+    raw: bytes
+    first: int
+    objects: list[Any]
+    outside: dict[int, Any]
+    others: dict[int, list[Any]]
+
+
+class CommonLists:
+    """The long lists of the pickles read so far, whose stand-ins must be the same. `frozen` are the identities of
+    objects that no pickle may change, `measured` what `pickles.refuse_deep` returned of the lists."""
+
+    def __init__(self) -> None:
+        self.frozen: set[int] = set()
+        self.measured: dict[int, tuple[int, int]] = {}
+        self._lists: dict[bytes, list[_CommonList]] = {}  # by their first bytes, which have the number of the list
+        self._bytes = self._useless = self._kept = self._found = 0
+
+    def new_memo(self) -> Memo:
+        """Return the memo for another pickle."""
+        self._useless = 0 if self._found else self._useless + (self._kept > 0)
+        self._kept = self._found = 0
+        return Memo()
+
+    def find(self, data: bytes, at: int, memo: Memo) -> tuple[Any, int] | None:
+        """Find the list that begins at a byte of a pickle: (list, where its bytes end), after adding its objects to the
+        memo of that pickle; None where it is not known."""
+        for known in self._lists.get(data[at : at + 7], ()):
+            if data.startswith(known.raw, at) and self._refers_to_same(known, memo):
+                self._found += 1
+                memo.add(known.first, known.objects)
+                return known.objects[0], at + len(known.raw)
+        return None
+
+    @staticmethod
+    def _refers_to_same(known: _CommonList, memo: Memo) -> bool:
+        """Whether the numbers outside of a list are, in a memo, the same objects, and those of the list are free."""
+        for n, x in known.outside.items():
+            found = memo.get(n)
+            if found is not x and not (type(found) is type(x) and found == x):
+                return False
+        for n, objects in known.others.items():
+            if memo.lists.get(n) is not objects:
+                return False
+        return memo.ends_before(known.first)
+
+    def record(self, data: bytes, start: int, end: int, memo: Memo, made: list[Any]) -> None:
+        """Keep a list that a pickle has in bytes [start, end), if it is long, made of plain data and instances, and
+        refers to nothing else that could be changed."""
+        if end - start < _LEAST or self._bytes + end - start > _MOST_BYTES or self._useless >= _TRIES:
+            return
+        known = _parse(data[start:end], memo)
+        if known is None or known.objects[0] is not made:
+            return
+        inside = _containers_of(known.objects, self.frozen)
+        if inside is None or not all(type(x) in _PLAIN and x is not None for x in known.outside.values()):
+            return
+        try:
+            self.measured[id(made)] = refuse_deep(made, "", _MOST_NODES, self.measured)
+        except (Unsafe, Unsupported):
+            return
+        if not memo.fold(known.first, known.objects):
+            return
+        self.frozen |= inside
+        self._bytes, self._kept = self._bytes + len(known.raw), self._kept + 1
+        self._lists.setdefault(known.raw[:7], []).append(known)
+
+
+def _parse(raw: bytes, memo: Memo) -> _CommonList | None:
+    """Parse the bytes of a list into what is kept of it; None where they are not one list alone, whose objects are
+    numbered one after the other, as picklers do, and whose instructions depend on nothing outside but by its number."""
+    import pickletools
+
+    first = marks = put = 0
+    outside: dict[int, Any] = {}
+    others: dict[int, list[Any]] = {}
+    op: Any
+    n: Any
+    try:
+        for i, (op, n, _) in enumerate(pickletools.genops(raw + b".")):
+            if op.name in _OUTSIDE or (i == 1) != (op.name in _PUTS and not put):
+                return None
+            if op.name in _PUTS:
+                first = first if put else n
+                if n != first + put:
+                    return None
+                put += 1
+            elif op.name in _GETS and n < first:
+                if n in memo:
+                    outside[n] = memo[n]
+                else:
+                    n = memo.first_beside(n)
+                    others[n] = memo.lists[n]
+            if i > 1 and not marks and op.name not in ("MARK", "STOP"):
+                return None
+            marks += (op.name == "MARK") - (op.name in _MARKED)
+            if op.name in _MARKED and not marks and op.name != "APPENDS":
+                return None
+    except (ValueError, KeyError):
+        return None
+    own = [memo[n] for n in range(first, first + put) if n in memo]
+    return _CommonList(raw, first, own, outside, others) if len(own) == put else None
+
+
+def _containers_of(objects: Iterable[Any], known: set[int]) -> set[int] | None:
+    """Return the identities of all containers among objects and inside of them, those in `known` left out; None where
+    there is something that is neither plain data nor an instance."""
+    out: set[int] = set()
+    todo = list(objects)
+    while todo:
+        x = todo.pop()
+        if type(x) in _PLAIN or id(x) in out or id(x) in known:
+            continue
+        if type(x) not in (list, tuple, dict, Ordered, Opaque):
+            return None
+        out.add(id(x))
+        todo.extend(children(x))
+    return out
