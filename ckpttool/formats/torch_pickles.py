@@ -14,7 +14,7 @@ from .stored_tensors import Inline
 from .torch_zip import STORAGE_NAMES
 from .zip_bytes import central_directory, local_header
 
-__all__ = ["TensorRef", "make_head", "pickle_tree", "save_small_file"]
+__all__ = ["TensorRef", "make_head", "make_head_pieces", "pickle_pieces", "pickle_tree", "save_small_file"]
 
 
 class TensorRef(NamedTuple):
@@ -39,7 +39,12 @@ class _StorageRef(NamedTuple):
     tensor: TensorRef
 
 
-def pickle_tree(tree: object) -> list[bytes]:
+def pickle_tree(tree: object) -> bytes:
+    """Make the bytes of data.pkl as `pickle_pieces` does."""
+    return b"".join(pickle_pieces(tree))
+
+
+def pickle_pieces(tree: object) -> list[bytes]:
     """Make data.pkl, the pickle in a torch.save file, from a tree of plain values with a `TensorRef` for every tensor:
     its bytes in pieces (`dump_pieces`).
 
@@ -74,7 +79,7 @@ def save_small_file(value: object) -> bytes:
             return TensorRef(x.dtype, x.shape, str(len(data) - 1), prod(x.shape))
         return map_children(x, one)
 
-    pkl = b"".join(pickle_tree(one(value)))
+    pkl = pickle_tree(one(value))
     out = bytearray()
     records: list[tuple[str, int, int, int, bool]] = []
     members = [("data.pkl", pkl), ("byteorder", b"little"), ("version", b"3\n")]
@@ -85,7 +90,13 @@ def save_small_file(value: object) -> bytes:
     return bytes(out + central_directory(records, len(out)))
 
 
-def make_head(root: str, pkl: list[bytes]) -> tuple[list[bytes], list[tuple[str, int, int, int, bool]]]:
+def make_head(root: str, pkl: bytes) -> tuple[bytes, list[tuple[str, int, int, int, bool]]]:
+    """Make the first bytes of a torch.save file as `make_head_pieces` does, from the bytes of its data.pkl."""
+    pieces, records = make_head_pieces(root, [pkl])
+    return b"".join(pieces), records
+
+
+def make_head_pieces(root: str, pkl: list[bytes]) -> tuple[list[bytes], list[tuple[str, int, int, int, bool]]]:
     """Make the first bytes of a torch.save file, data.pkl and the small records: (bytes in pieces, their entries (name,
     offset of the header, bytes, CRC32, False) for the zip's directory).
 

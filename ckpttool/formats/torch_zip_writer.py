@@ -80,7 +80,7 @@ class TorchFiles:
         tree = _number_inline(tree, len(storages), inline)
         if clash := {str(len(storages) + i) for i in range(len(inline))} & storages.keys():
             raise AssertionError(f"{name}: storages are numbered otherwise: {sorted(clash)}")
-        head, records = torch_pickles.make_head(root, torch_pickles.pickle_tree(tree))
+        head, records = torch_pickles.make_head_pieces(root, torch_pickles.pickle_pieces(tree))
         at = sum(map(len, head))
         for i, data in enumerate(inline):
             record = f"{root}/data/{len(storages) + i}"

@@ -321,8 +321,7 @@ def _frame_of(found: Composite, about: Mapping[str, object], shapes: Mapping[str
 def _make_frame(tree: object, sizes: list[int]) -> _Frame:
     """Make what is around the storages of an item that holds a tree whose tensors are `TensorRef`s; the storage of
     number i has `sizes[i]` bytes."""
-    pieces, records = torch_pickles.make_head("archive", torch_pickles.pickle_tree(tree))
-    head = b"".join(pieces)
+    head, records = torch_pickles.make_head("archive", torch_pickles.pickle_tree(tree))
     heads, at = [], len(head)
     places = []
     for i, n in enumerate(sizes):

@@ -220,8 +220,7 @@ def _item_frame(dtype: str, shape: tuple[int, ...]) -> tuple[bytes, list[tuple[s
     follows it); the last one is the payload's, whose CRC32 is 0 here.
     """
     ref = torch_pickles.TensorRef(dtype, shape, "0", prod(shape))
-    pieces, records = torch_pickles.make_head("archive", torch_pickles.pickle_tree(ref))
-    head = b"".join(pieces)
+    head, records = torch_pickles.make_head("archive", torch_pickles.pickle_tree(ref))
     header = zip_bytes.local_header("archive/data/0", prod(shape) * ITEMSIZE[dtype], None, len(head), 64)
     return head + header, [*records, ("archive/data/0", len(head), prod(shape) * ITEMSIZE[dtype], 0, True)]
 
