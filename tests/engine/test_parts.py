@@ -463,6 +463,16 @@ def test_workers_that_would_have_nothing_to_do_are_refused() -> None:
     assert ckpttool.verify(FSDP2, read_data=True, workers=Workers()).data == "ok"
 
 
+def test_a_part_with_a_large_tensor_is_begun_first(tmp_path: Path) -> None:
+    """It stands last in the files, where one worker would be left with it."""
+    torch.save({f"w{i}": torch.arange(n) for i, n in enumerate([3000] * 6 + [40_000, 3000, 60_000])}, tmp_path / "a.pt")
+    workers = Workers()
+    convert(tmp_path / "a.pt", tmp_path / "out", "dcp", world_size=1, workers=workers)
+    assert [asked["part"][0] for asked in workers.fills] == [8, 6, 0, 1, 2, 3, 4, 5, 7]
+    convert(tmp_path / "a.pt", tmp_path / "alone", "dcp", world_size=1)
+    assert contents(tmp_path / "out") == contents(tmp_path / "alone")
+
+
 def test_progress_counts_the_bytes_of_parts(tmp_path: Path) -> None:
     seen: list[tuple[str, int, int]] = []
     lock = threading.Lock()
