@@ -14,6 +14,7 @@ try:  # before anything is imported that Python has not imported itself
 except FileNotFoundError:  # the folder was removed, and Python left it out
     pass
 
+import gc
 import signal
 from typing import Any, NoReturn
 
@@ -36,6 +37,8 @@ def main() -> None:
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         if signal.getsignal(number) is not signal.SIG_IGN:  # nohup
             signal.signal(number, _stop)
+    # a large index is millions of objects that live until the end; looking for cycles is half of the time
+    gc.disable()
     from .cli.main import main as run
 
     run()

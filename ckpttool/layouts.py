@@ -22,7 +22,6 @@ from typing import Any, NamedTuple, TypeVar, get_args, get_type_hints
 
 from .errors import Corrupt, NotRecognised, Unsupported, UsageError, argument
 from .formats import other_files
-from .huggingface import model_names
 from .index import trainer_trees
 from .index.checkpoint import Checkpoint, Chunks, Path, TensorEntry, Value, joined
 from .index.composites import Composite, add_composite
@@ -125,6 +124,8 @@ def known_orders(options: ReadOptions) -> Orders | None:
     one that sorts them as the model of `ReadOptions.config` has them; None if neither was given."""
     if options.orders is not None or options.config is None:
         return options.orders
+    from .huggingface import model_names
+
     given = options.config
 
     def of_config(model: Mapping[str, object]) -> list[Mapping[str, object]]:

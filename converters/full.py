@@ -29,10 +29,8 @@ from ckpttool.engine.copy.value_digests import recorded_values
 from ckpttool.engine.recorded import MOST_RECORD_BYTES
 from ckpttool.errors import Corrupt, Unreadable, Unsafe, Unsupported
 from ckpttool.formats import stored_tensors, torch_pickles, torch_zip, zip_bytes
-from ckpttool.formats.numpy_values import numpy_to_torch
 from ckpttool.formats.pickles import Global, Opaque, children
 from ckpttool.formats.subclasses import put_together
-from ckpttool.formats.torch_zip_writer import TorchFiles
 from ckpttool.formats.whole_modules import replace_modules
 from ckpttool.index.checkpoint import (
     ITEMSIZE,
@@ -167,6 +165,9 @@ def _read_own_record(read_at: source.ReadAt, length: int, what: str, record_name
 def write(ckpt: Checkpoint, source: Source, options: WriteOptions) -> Draft:
     """Draft one zip, as torch.save writes. The world size has no meaning here. Values that
     torch.load(weights_only=True) would refuse are dropped; numpy arrays become tensors."""
+    from ckpttool.formats.numpy_values import numpy_to_torch
+    from ckpttool.formats.torch_zip_writer import TorchFiles
+
     values = {n: Value(v.path, numpy_to_torch(v.data)) for n, v in ckpt.values.items()}
     dropped = [
         Dropped(n, 0, why)

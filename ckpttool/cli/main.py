@@ -218,8 +218,6 @@ def main() -> None:
         sys.unraisablehook = _handle_unraisable
         open_streams()
         warnings.showwarning = _show_warning
-        # a large index is millions of objects that live until the end; looking for cycles is half of the time
-        gc.disable()
         _run_and_explain()
     except KeyboardInterrupt:  # before anything was begun, or another one while an error was printed
         _print_and_exit(Interrupted(_explain_interrupt()))
@@ -366,6 +364,7 @@ def _exit(status: int) -> NoReturn:
         if signal.getsignal(number) is _interrupt:
             signal.signal(number, end)
     atexit.register(_ignore_signals)
+    atexit.register(gc.freeze)  # or Python looks for cycles in all that there is before it ends
     sys.exit(status)
 
 

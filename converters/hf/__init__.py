@@ -33,22 +33,17 @@ from typing import Any
 from ckpttool import bounded_json
 from ckpttool.errors import Corrupt, IncompleteWeights, Unsafe, Unsupported
 from ckpttool.formats import other_files, safetensors_header
-from ckpttool.huggingface import hub_names, model_files
+from ckpttool.huggingface import model_files
 from ckpttool.index.checkpoint import Checkpoint, Chunk, Chunks, Extent, Path, Salvage, TensorEntry, joined
 from ckpttool.index.fqns import strip_wrappers
 from ckpttool.index.names import CanonicalState
-from ckpttool.index.vocabulary import is_vocabulary
 from ckpttool.layouts import Layout, Place, ReadOptions, checkpoint_of, late
 from ckpttool.program import Advice, Program
 from ckpttool.storage import urls
 from ckpttool.storage.source import Source
 
 from ..options import HfOptions
-from . import training_state
-from .memory_names import in_memory
-from .peft_folder import ADAPTER
-from .quantised_weights import put_together
-from .shards import INDEX, SALVAGE, WHOLE
+from .shards import ADAPTER, INDEX, SALVAGE, WHOLE
 
 __all__ = ["LAYOUTS"]
 
@@ -107,6 +102,9 @@ def read(where: Place, options: ReadOptions) -> Checkpoint:
     """
     from ckpttool.formats.deltas import refuse_delta
 
+    from . import training_state
+    from .quantised_weights import put_together
+
     source, file = where
     refuse_delta(source, file)
     names = [file] if file is not None else source.list()
@@ -160,6 +158,8 @@ def _refuse_cut_vocabulary(source: Source, tensors: dict[str, TensorEntry], conf
     Raises:
         IncompleteWeights: it has fewer.
     """
+    from ckpttool.index.vocabulary import is_vocabulary
+
     rows = config.get("vocab_size")
     for name, t in tensors.items():
         if is_vocabulary(name) and type(rows) is int and t.shape and 0 < t.shape[0] < rows:
@@ -194,6 +194,8 @@ def name_in_memory(ckpt: Checkpoint) -> Checkpoint:
     """
     model = {str(t.path[1]): t for t in ckpt.tensors.values() if t.path[0] == "model" and len(t.path) == 2}
     if ckpt.config is not None and model:
+        from .memory_names import in_memory
+
         notes = list(ckpt.notes)
         tensors = {joined(t.path): t for t in in_memory(model, ckpt.config, notes).values()}
         tensors.update((n, t) for n, t in ckpt.tensors.items() if t.path[0] != "model" or len(t.path) > 2)
@@ -209,6 +211,8 @@ def locate(ckpt: Checkpoint, source: Source) -> Checkpoint:
         Corrupt: the training state belongs to other weights, or config.json to another model. Unsupported: weights
             cannot be put together as its model has them.
     """
+    from . import training_state
+
     ckpt = name_in_memory(ckpt)
     if training_state.INDEX not in ckpt.files:
         return ckpt
@@ -370,6 +374,8 @@ _OWN = re.compile(
 
 def _next_step(advice: Advice) -> str:
     """Return a text on what from_pretrained does with the folder, or why it should not read it."""
+    from ckpttool.huggingface import hub_names
+
     ckpt = advice.ckpt
     shapes = {joined(t.path[1:]): t.shape for t in ckpt.tensors.values() if t.path[0] == "model"}
     values = [n for n in shapes if n.endswith(".values")]

@@ -13,12 +13,11 @@ from ckpttool.layouts import WriteOptions
 from ckpttool.storage.source import Source
 
 from ..options import HfOptions
-from .shards import draft_shard, refuse_dtypes
+from .shards import ADAPTER, draft_shard, refuse_dtypes
 
-__all__ = ["ADAPTER", "adapter_config", "base_relation", "refuse_adapter", "write_adapter"]
+__all__ = ["adapter_config", "base_relation", "refuse_adapter", "write_adapter"]
 
 _ADAPTER_CONFIG = model_files.ADAPTER_CONFIG
-ADAPTER = "adapter_model.safetensors"
 
 
 def adapter_config(

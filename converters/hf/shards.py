@@ -9,10 +9,11 @@ from ckpttool.formats import safetensors_header
 from ckpttool.index.checkpoint import Chunks, TensorEntry
 from ckpttool.index.draft import DraftFile
 
-__all__ = ["INDEX", "SALVAGE", "WHOLE", "draft_shard", "refuse_dtypes", "split_shards"]
+__all__ = ["ADAPTER", "INDEX", "SALVAGE", "WHOLE", "draft_shard", "refuse_dtypes", "split_shards"]
 
 INDEX = "model.safetensors.index.json"
 WHOLE = "model.safetensors"
+ADAPTER = "adapter_model.safetensors"
 #: Key of the metadata of one file in which `ckpttool.json` has no place: {name: "exact", "rebuilt: how", "missing:
 #: why"} as JSON.
 SALVAGE = "ckpttool_salvage"
