@@ -52,7 +52,7 @@ def parse_time(text: str) -> datetime:
     """
     if not re.fullmatch(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\dZ", text, re.ASCII):
         raise ValueError(f"{text!r} is not a UTC time like 2033-01-01T00:00:00Z")
-    return datetime.strptime(text, "%Y-%m-%dT%H:%M:%SZ").replace(tzinfo=UTC)
+    return datetime.fromisoformat(text)
 
 
 def parse_retention(text: str, start: datetime) -> datetime:

@@ -28,7 +28,6 @@ from blake3 import blake3
 from .. import bounded_json
 from ..errors import CkpttoolError, Corrupt, RemoteError, UsageError, argument
 from ..storage import urls
-from ..storage.local_file import replace_file
 from ..storage.source import Source
 
 if TYPE_CHECKING:
@@ -197,4 +196,6 @@ def write_small_file(folder: str, name: str, data: bytes) -> None:
         up.append(data)
         up.commit()
         return
+    from ..storage.local_file import replace_file
+
     replace_file(os.path.join(folder, name), data)

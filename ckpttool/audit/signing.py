@@ -24,7 +24,6 @@ from __future__ import annotations
 
 import base64
 import hashlib
-import logging
 import os
 import tempfile
 import warnings
@@ -412,6 +411,8 @@ def _import_model_signing() -> Iterator[Any]:
             import model_signing
         except ImportError as e:
             raise explain_missing_package("signing", "model_signing", why=str(e)) from None
+        import logging
+
         log = logging.getLogger("model_signing")
         if not log.handlers:
             log.addHandler(logging.NullHandler())

@@ -20,7 +20,6 @@ from ..extras import require_packages
 from ..formats.sandbox import run_in_child
 from ..storage.source import Source
 from . import Config, model_files
-from .hub_names import meta_model
 
 __all__ = ["ModelNames", "load_config", "read_model_names", "sort_by_module_order"]
 
@@ -132,6 +131,8 @@ def _ask_child(config: bytes) -> bytes:
 def _answer(_: str) -> bytes:
     """Answer, in the child process, for the config on stdin: a JSON object of the fields of ModelNames. The argument is
     not used."""
+    from .hub_names import meta_model
+
     model = meta_model(json.loads(sys.stdin.buffer.read()))
     model.tie_weights()
     first: dict[int, str] = {}
