@@ -7,6 +7,7 @@ ClientSession in a method without a setting for it (`_get_session`).
 from __future__ import annotations
 
 import asyncio
+from functools import cache
 from typing import Any
 
 import aiohttp
@@ -195,6 +196,7 @@ def xml_session_settings() -> dict[str, Any]:
     return {**session_settings(), "response_class": _PageOfXml}
 
 
+@cache
 def bounded_s3_session() -> type:
     """Return a class for aiobotocore's `http_session_cls` whose answers are bounded in length and time."""
     from aiobotocore.httpsession import AIOHTTPSession

@@ -16,7 +16,6 @@ import re
 import threading
 from collections.abc import Iterable
 from datetime import datetime
-from functools import cache
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 from urllib.parse import quote
@@ -80,7 +79,6 @@ def filesystem_for(url: str) -> tuple[AbstractFileSystem, str, str]:
     if scheme in ("http", "https"):
         url, _, query = url.partition("?")
     options: dict[str, Any] = {"use_listings_cache": False}
-    gc.enable()  # the command line turns it off; clients of stores leave cycles that hold what they have read
     if scheme == "hf":
         options["skip_instance_cache"] = True  # it caches listings and misses for as long as it lives
     try:
@@ -100,6 +98,7 @@ def filesystem_for(url: str) -> tuple[AbstractFileSystem, str, str]:
         raise RemoteError(
             f"{redact_url(url)}: {redacted_message(e)}. Check the address and the network.", code="CKPT0901"
         ) from None
+    gc.enable()  # the command line turns it off; clients of stores leave cycles that hold what they have read
     if scheme == "hf":
         import logging
 
@@ -140,10 +139,10 @@ def _is_azure(scheme: str) -> bool:
     return _PACKAGE.get(scheme) == "adlfs"
 
 
-@cache
 def _bounding_options(scheme: str) -> dict[str, Any]:
     """Return arguments of fsspec's file system for a scheme ("s3") that bound its clients' answers (answer_limits.py);
-    {} where a store needs none. They are made once, since fsspec tells file systems apart by them.
+    {} where a store needs none. They are equal at every call, since fsspec tells file systems apart by them, and not
+    the same dict, since botocore adds to it.
 
     Raises:
         ImportError: the package of the store is not installed.

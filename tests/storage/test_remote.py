@@ -36,7 +36,7 @@ from ckpttool.errors import (
 )
 from ckpttool.storage import answer_limits, objects, retries, upload, urls
 from ckpttool.storage.prefetch import FetchSizes
-from ckpttool.storage.remote import RemoteSource
+from ckpttool.storage.remote import RemoteSource, filesystem_for
 from ckpttool.storage.upload import ObjectUpload, UploadSizes
 
 FIXTURES = Path(__file__).parents[2] / "fixtures"
@@ -956,3 +956,12 @@ def test_a_store_that_takes_no_part(s3: Moto, bucket: str, monkeypatch: pytest.M
             up.append(bytes(21 * MIB))
             up.commit()
         assert time.monotonic() - began < 9
+
+
+def test_folders_of_a_bucket_share_one_client(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", KEY_ID)
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", SECRET)
+    monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:9")
+    fs = filesystem_for("s3://bucket")[0]
+    fs.connect()  # botocore adds to a dict in the arguments of the client that it makes
+    assert filesystem_for("s3://bucket/folder")[0] is fs
