@@ -2,7 +2,7 @@
 
 Writes, with torch's own classes, the .metadata of a 70B-like model with Adam state (2169 tensors) saved by that many
 ranks, beside sparse data files of the right sizes, then reads it, checks it and plans it for 384 ranks in a fresh
-process; prints seconds and peak memory of that process and of its child, and the same for torch's own loader.
+process; prints seconds and the peak memory of that process (VmHWM) and of its child, and the same for torch's own loader.
 """
 
 from __future__ import annotations
@@ -83,28 +83,29 @@ import sys, time, json, resource
 began = time.monotonic()
 from ckpttool.engine import opening
 from ckpttool.layouts import WriteOptions, find
+from ckpttool.storage.buffers import peak_memory
 opened = opening.open(sys.argv[1])
 read = time.monotonic()
 draft = find("dcp").write(opened.checkpoint, opened.source, WriteOptions("out", 384))
 planned = time.monotonic()
 meta = draft.files[-1].first_bytes()
 done = time.monotonic()
-peak = lambda who: resource.getrusage(who).ru_maxrss / 1024
 print(json.dumps({
     "chunks": sum(len(t.chunks) for t in opened.checkpoint.tensors.values()),
     "planned_chunks": sum(len(t.chunks) for t in draft.checkpoint.tensors.values()),
     "read_and_check_s": round(read - began, 2), "plan_s": round(planned - read, 2),
-    "metadata_s": round(done - planned, 2), "metadata_mb": len(meta) >> 20, "peak_mib": round(peak(resource.RUSAGE_SELF)),
-    "child_peak_mib": round(peak(resource.RUSAGE_CHILDREN)),
+    "metadata_s": round(done - planned, 2), "metadata_mb": len(meta) >> 20, "peak_mib": peak_memory() >> 20,
+    "child_peak_mib": resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss >> 10,
 }))
 """
 TORCH = """
-import sys, time, json, resource
+import sys, time, json
 import torch.distributed.checkpoint as dcp
+from ckpttool.storage.buffers import peak_memory
 began = time.monotonic()
 dcp.FileSystemReader(sys.argv[1]).read_metadata()
 print(json.dumps({"torch_read_s": round(time.monotonic() - began, 2),
-    "peak_mib": round(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024)}))
+    "peak_mib": peak_memory() >> 20}))
 """
 
 

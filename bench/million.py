@@ -10,14 +10,14 @@ from __future__ import annotations
 import argparse
 import io
 import json
-import os
 import shutil
 import struct
 import subprocess
 import sys
-import time
 import zipfile
 from pathlib import Path
+
+from measure import measured
 
 #: (dtype, shape of a rank's chunk) of every third tensor.
 KINDS = (("float32", (1, 8)), ("bfloat16", (2, 4)), ("float32", (1,)))
@@ -105,11 +105,12 @@ def prove(folder: Path, ranks: int, tensors: int) -> None:
 
 
 PHASES = """
-import gc, json, resource, sys, time
+import gc, json, sys, time
 gc.disable()
 began = time.process_time()
 from ckpttool.engine import opening
 from ckpttool.layouts import WriteOptions, find
+from ckpttool.storage.buffers import peak_memory
 opened = opening.open(sys.argv[1])
 read = time.process_time()
 find("dcp").write(opened.checkpoint, opened.source, WriteOptions("out", 384))
@@ -119,7 +120,7 @@ end = time.process_time()
 print(json.dumps({
     "chunks": sum(len(t.chunks) for t in opened.checkpoint.tensors.values()),
     "read_and_check_s": round(read - began, 2), "plan_s": round(planned - read, 2), "locate_s": round(end - planned, 2),
-    "peak_mib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss >> 10,
+    "peak_mib": peak_memory() >> 20,
 }))
 """
 
@@ -153,16 +154,8 @@ def main() -> None:
         "--to",
         *a.to.split(),
     ]
-    began = time.monotonic()
-    process = subprocess.Popen([*command, *(["--workers", a.workers] if a.workers else [])], stdout=subprocess.DEVNULL)
-    _, status, usage = os.wait4(process.pid, 0)
-    process.returncode = os.waitstatus_to_exitcode(status)
-    assert process.returncode == 0
-    row = {
-        "convert_wall_s": time.monotonic() - began,
-        "cpu_s": usage.ru_utime + usage.ru_stime,
-        "peak_mib": usage.ru_maxrss >> 10,
-    }
+    used = measured([*command, *(["--workers", a.workers] if a.workers else [])])
+    row = {"convert_wall_s": used.wall, "cpu_s": used.cpu, "peak_mib": used.peak_mib}
     print(json.dumps({k: round(v, 2) for k, v in row.items()}))
     shutil.rmtree(target)
 

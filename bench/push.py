@@ -92,7 +92,7 @@ def once(command: list[str], home: Path) -> dict[str, Any]:
         cpu = usage.ru_utime + usage.ru_stime
         left = size_of(home)
         return {
-            "wall": wall, "cpu": cpu, "peak_mib": usage.ru_maxrss / 1024, "read": io.get("rchar", 0), "written": io.get("wchar", 0),
+            "wall": wall, "cpu": cpu, "peak_mib": io.get("VmHWM", 0) / 1024, "read": io.get("rchar", 0), "written": io.get("wchar", 0),
             "left": left,
         }  # fmt: skip
     finally:
@@ -101,11 +101,13 @@ def once(command: list[str], home: Path) -> dict[str, Any]:
 
 
 def counted(pid: int) -> dict[str, int]:
-    """/proc/<pid>/io of the one child of a process."""
+    """/proc/<pid>/io of the one child of a process, and its peak memory in kB (VmHWM)."""
     try:
         children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
         lines = Path(f"/proc/{children[0]}/io").read_text().splitlines()
-        return {k: int(v) for k, v in (line.split(": ") for line in lines)}
+        status = Path(f"/proc/{children[0]}/status").read_text()
+        peak = int(status.split("VmHWM:")[1].split()[0])
+        return {"VmHWM": peak} | {k: int(v) for k, v in (line.split(": ") for line in lines)}
     except (OSError, IndexError, ValueError):
         return {}
 

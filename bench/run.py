@@ -5,7 +5,7 @@ tool once, in an order that is reversed from round to round; before each run the
 synced and the source is dropped from the page cache. *durable* wall time ends when every byte of the result is on the
 disk: ckpttool fsyncs by itself, for the others the bench does. Ratios are medians over rounds of (tool / cp of the same
 round). Another cp in every round is compared with the first: when that null pair is far from 1.0, the machine was not
-quiet and the run says nothing. CPU seconds and peak memory are those of the process and its children. `floor` (floor.py) is a bare
+quiet and the run says nothing. CPU seconds are those of all processes, peak memory that of the largest (measure.py). `floor` (floor.py) is a bare
 loop over the same bytes; the CPU seconds of the others are also given as a ratio to it.
 """
 
@@ -22,6 +22,8 @@ import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+
+from measure import measured
 
 ROOT = Path(__file__).resolve().parent.parent
 PYTHON = sys.executable
@@ -152,21 +154,15 @@ def once(command: list[str], source: Path, destination: Path) -> tuple[float, fl
         shutil.rmtree(left) if left.is_dir() else left.unlink()
     os.sync()
     forget(source)
+    used = measured(command)
     began = time.monotonic()
-    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
-    assert process.stderr is not None
-    error = process.stderr.read()
-    _, status, usage = os.wait4(process.pid, 0)
-    process.returncode = os.waitstatus_to_exitcode(status)
-    if process.returncode:
-        raise RuntimeError(f"{command}: exit {process.returncode}: {error.decode()[-2000:]}")
     for made in destination.parent.glob(destination.name + "*"):
         for p in [made] if made.is_file() else made.rglob("*"):
             if p.is_file():
                 fd = os.open(p, os.O_RDONLY)
                 os.fsync(fd)
                 os.close(fd)
-    return time.monotonic() - began, usage.ru_utime + usage.ru_stime, usage.ru_maxrss / 1024
+    return used.wall + time.monotonic() - began, used.cpu, used.peak_mib
 
 
 def compare(task: str, source: Path, work: Path, rounds: int, only: str | None) -> dict[str, object]:

@@ -12,8 +12,9 @@ import statistics
 import subprocess
 import sys
 import tempfile
-import time
 from pathlib import Path
+
+from measure import measured
 
 HERE = Path(__file__).parent
 PEER = "import sys, s3fs; getattr(s3fs.S3FileSystem(), sys.argv[1])(sys.argv[2], sys.argv[3], recursive=True)"
@@ -21,11 +22,8 @@ PEER = "import sys, s3fs; getattr(s3fs.S3FileSystem(), sys.argv[1])(sys.argv[2],
 
 def timed(*command: str) -> tuple[float, int]:
     """(seconds, peak MiB) of a command."""
-    began = time.monotonic()
-    child = subprocess.Popen(["sh", "-c", '"$@"; exit $?', "sh", *command], stdout=subprocess.DEVNULL)
-    _, status, used = os.wait4(child.pid, 0)
-    assert status == 0, command
-    return time.monotonic() - began, used.ru_maxrss // 1024
+    used = measured(list(command))
+    return used.wall, round(used.peak_mib)
 
 
 def main(source: str, rounds: int) -> None:

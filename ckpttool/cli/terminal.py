@@ -384,9 +384,9 @@ def describe_memory() -> str:
 
 def measure_peak_memory() -> int:
     """Return the peak memory of this process, in MiB."""
-    import resource
+    from ..storage.buffers import peak_memory
 
-    return round(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024)
+    return round(peak_memory() / (1 << 20))
 
 
 def say(text: str = "") -> None:

@@ -17,7 +17,6 @@ import faulthandler
 import gc
 import json
 import os
-import resource
 import sys
 import time
 from collections.abc import Mapping
@@ -36,6 +35,7 @@ from ...live.load import load_opened
 from ...live.plain_values import is_lossless_cast, torch_dtype
 from ...live.shared_index import look_together
 from ...printable import count_noun
+from ...storage.buffers import peak_memory
 from ..compare import misfit
 from ..job.build import Job, build_job
 from ..job.origin import OriginLoad, find_origin
@@ -363,14 +363,7 @@ class _LoadCost:
             torch.cuda.synchronize()
             device = torch.cuda.max_memory_allocated()
         seconds = time.monotonic() - self._began
-        return {"seconds": seconds, "bytes": self.bytes, "host_bytes": _peak_host_bytes(), "device_bytes": device}
-
-
-def _peak_host_bytes() -> int:
-    """Return the most resident memory of this process since `_LoadCost` last cleared that peak, in bytes."""
-    with suppress(OSError, ValueError, IndexError), open("/proc/self/status", encoding="ascii", errors="replace") as f:
-        return next(int(line.split()[1]) << 10 for line in f if line.startswith("VmHWM:"))
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10
+        return {"seconds": seconds, "bytes": self.bytes, "host_bytes": peak_memory(), "device_bytes": device}
 
 
 def _load_checkpoint(
