@@ -7,6 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 from peers import REPOSITORY
 
 
@@ -28,3 +29,28 @@ def test_a_million_chunks(tmp_path: Path) -> None:
 def test_an_index(tmp_path: Path) -> None:
     (found,) = run(tmp_path, "index.py", "--ranks", "2")
     assert found["chunks"] > 4000 and found["planned_chunks"] > 0 and found["peak_mib"] < 150
+
+
+def test_a_large_parent_is_not_measured() -> None:
+    code = (
+        "import sys; sys.path.insert(0, sys.argv[1])\n"
+        "from measure import measured\n"
+        "large = bytearray(300 << 20)\n"
+        "child = [sys.executable, '-c', 'import subprocess, sys; bytearray(100 << 20);'\n"
+        '         \'subprocess.Popen([sys.executable, "-c", "for i in range(6000000): pass"])\']\n'
+        "small, loop = measured([sys.executable, '-c', 'pass']), measured(child)\n"
+        "print(small.peak_mib, loop.peak_mib, loop.cpu - small.cpu)\n"
+    )
+    out = subprocess.run([sys.executable, "-c", code, REPOSITORY / "bench"], capture_output=True, text=True, check=True)
+    small, large, cpu = map(float, out.stdout.split())
+    assert small < 50 and 100 < large < 150
+    assert cpu > 0.05  # of a process that nobody waited for
+
+
+def test_an_exponent_is_that_of_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(REPOSITORY / "bench"))
+    from exponents import exponent
+
+    assert exponent([(1, 0.01), (2, 0.02), (4, 0.2), (8, 0.8), (16, 3.2)]) == pytest.approx(2)
+    assert exponent([(1, 0.01), (2, 0.05), (4, 0.2), (8, 0.8)]) == pytest.approx(2)  # 0.05 s are noise
+    assert exponent([(1, 0.01), (2, 0.02), (4, 0.04)]) is None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 import pty
@@ -108,3 +109,13 @@ def test_nothing_is_logged_where_nobody_listens() -> None:
     )
     done = subprocess.run([sys.executable, "-c", code, DCP], capture_output=True, text=True, check=True)
     assert done.stdout.split()[1] == "False" and done.stderr == ""
+
+
+def test_peak_memory_is_not_that_of_the_process_that_started_the_command(tmp_path: Path) -> None:
+    code = (
+        "import subprocess, sys\n"
+        "large = bytearray(400 << 20)\n"
+        "sys.exit(subprocess.call([sys.executable, '-m', 'ckpttool', 'convert', *sys.argv[1:], '--to', 'dcp', '-n', '2', '--json']))"
+    )
+    done = subprocess.run([sys.executable, "-c", code, DCP, tmp_path / "out"], capture_output=True, check=True)
+    assert 20 < json.loads(done.stdout)["peak_memory_mib"] < 200
