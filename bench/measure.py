@@ -54,13 +54,14 @@ class Cgroup:
     """A cgroup for the children of this process; `folder` is None where none can be made."""
 
     def __init__(self) -> None:
-        self.folder = None
+        self.folder: str | None = None
         for top in _CGROUPS:
+            folder = f"{top}/ckpttool-bench-{os.getpid()}"
             try:
-                if os.path.exists(f"{top}/cgroup.procs"):
-                    os.mkdir(f"{top}/ckpttool-bench-{os.getpid()}")
-                    self.folder, self.top = f"{top}/ckpttool-bench-{os.getpid()}", top
-                    break
+                if os.access(f"{top}/cgroup.procs", os.W_OK):
+                    os.mkdir(folder)
+                    self.folder = folder
+                    return
             except OSError:
                 continue
 
@@ -86,13 +87,20 @@ def main(arguments: list[str]) -> int:
 
     ctypes.CDLL(None).prctl(_SUBREAPER, 1, 0, 0, 0)
     group = Cgroup()
+    if to == 1:
+        to = os.dup(1)  # what the command prints goes to stderr
+        os.dup2(2, 1)
+    os.set_inheritable(to, False)
     began = time.monotonic()
     pid = os.fork()
     if not pid:
-        os.dup2(2, 1) if to == 1 else None
-        if group.folder:
-            group.enter()
-        os.execvp(command[0], command)
+        try:
+            if group.folder:
+                group.enter()
+            os.execvp(command[0], command)
+        except OSError as e:
+            os.write(2, f"{command[0]}: {e}\n".encode())
+            os._exit(127)
     _, status, _ = os.wait4(pid, 0)
     wall = time.monotonic() - began
     try:

@@ -364,7 +364,7 @@ def _exit(status: int) -> NoReturn:
         if signal.getsignal(number) is _interrupt:
             signal.signal(number, end)
     atexit.register(_ignore_signals)
-    atexit.register(gc.freeze)  # or Python looks for cycles in all that there is before it ends
+    atexit.register(gc.freeze)  # or Python looks for cycles among all objects before it ends
     sys.exit(status)
 
 
