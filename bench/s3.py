@@ -1,5 +1,9 @@
-"""A lean S3 server on loopback, for bench/stores.py: `python bench/s3.py FOLDER` prints its port and serves until its standard
-input ends. It knows what s3fs asks when ckpttool reads and writes; objects are files, parts are written where they belong."""
+"""A lean S3 server on loopback, for bench/stores.py: `python bench/s3.py FOLDER [LOG [SECONDS RATE]]` prints its port and
+serves until its standard input ends. It knows what s3fs asks when ckpttool reads and writes; objects are files, parts are
+written where they belong. Objects can also be read as files of a web server.
+
+Each request is a line of the file LOG: method, path with query, bytes that were asked for. An answer begins after SECONDS, and
+each connection sends or receives at most RATE bytes a second."""
 
 from __future__ import annotations
 
@@ -8,6 +12,7 @@ import re
 import shutil
 import sys
 import threading
+import time
 import uuid
 from email.utils import formatdate
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -16,6 +21,9 @@ from urllib.parse import parse_qs, unquote, urlsplit
 from xml.sax.saxutils import escape
 
 ROOT = Path(sys.argv[1])
+LOG = open(sys.argv[2], "a", buffering=1) if len(sys.argv) > 2 else None
+SECONDS, RATE = (float(x) for x in sys.argv[3:5]) if len(sys.argv) > 4 else (0.0, 0.0)
+_SLICE = 256 << 10
 LOCK = threading.Lock()
 UPLOADS: dict[str, dict[int, Path]] = {}
 
@@ -54,14 +62,19 @@ class Handler(BaseHTTPRequestHandler):
     def copy(self, left: int, to: object) -> None:
         """So many bytes of the connection."""
         while left:
-            data = self.rfile.read(min(left, 1 << 20))
+            began = time.monotonic()
+            data = self.rfile.read(min(left, _SLICE if RATE else 1 << 20))
             if not data:
                 raise ConnectionError
             to.write(data)  # type: ignore[attr-defined]
             left -= len(data)
+            slow_down(len(data), began)
 
     def serve(self) -> None:
         """One request."""
+        if LOG:
+            LOG.write(f"{self.command} {self.path} {self.headers.get('Range', '-')}\n")
+        time.sleep(SECONDS)
         at = urlsplit(self.path)
         query = {k: v[0] for k, v in parse_qs(at.query, keep_blank_values=True).items()}
         path = ROOT / unquote(at.path).lstrip("/")
@@ -157,9 +170,18 @@ class Handler(BaseHTTPRequestHandler):
             return
         with open(path, "rb") as f:
             while first < end:
-                first += os.sendfile(self.connection.fileno(), f.fileno(), first, end - first)
+                began = time.monotonic()
+                sent = os.sendfile(self.connection.fileno(), f.fileno(), first, min(end - first, _SLICE) if RATE else end - first)
+                first += sent
+                slow_down(sent, began)
 
     do_GET = do_PUT = do_POST = do_HEAD = do_DELETE = serve
+
+
+def slow_down(n: int, began: float) -> None:
+    """Wait until `n` bytes have had their time since `began`."""
+    if RATE:
+        time.sleep(max(0.0, began + n / RATE - time.monotonic()))
 
 
 _NO_UPLOAD = b"<Error><Code>NoSuchUpload</Code><Message>none</Message></Error>"

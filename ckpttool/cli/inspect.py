@@ -98,7 +98,7 @@ def inspect(
         options = replace(reading, allow_equal_ranks=True, allow_mixed_steps=True)
         # a map looks at the config, whatever the layout
         found = open_checkpoint(
-            path, options, check_hints=name_map is None, needed=lambda component: name_map is not None
+            path, options, check_hints=name_map is None, needed=lambda component: name_map is not None, prove_later=True
         )
     except (NotRecognised, Unsupported) as e:
         from .results import print_delta

@@ -297,7 +297,10 @@ def _fill_destination(
         parallel = destination.parallel
         if workers is None or job is None or parallel is None:
             digests = fill(draft, source, ckpt.files, ckpt.records, destination, progress, budget)
+            planned.recheck()
         else:
+            source.prove_all()  # what workers prove, this process does not know
+            planned.recheck()
             digests, facts = fill_with_workers(planned, job, parallel, workers, progress, budget)
         # the source must still be what was planned, and what was recorded of it
         wanted, digests = check_copied(opened, draft, digests, writing, progress, budget)

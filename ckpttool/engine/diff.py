@@ -318,7 +318,11 @@ def diff(
             f"{argument('source_layout', options.source_layout)}: neither {a} nor {b} is of this layout.",
             code="CKPT0205",
         )
-    with open_checkpoint(a, of_each[0], check_hints=False) as x, open_checkpoint(b, of_each[1], check_hints=False) as y:
+    with (
+        open_checkpoint(a, of_each[0], check_hints=False, prove_later=True) as x,
+        open_checkpoint(b, of_each[1], check_hints=False, prove_later=True) as y,
+    ):
+        both = x, y
         used = {*x.layout.reader_uses, *y.layout.reader_uses, *(["config"] if map is not None else [])}
         refuse_unused(options, f"{x.layout.name} | {y.layout.name}", used)
         with reporting(progress):
@@ -345,8 +349,9 @@ def diff(
             elif found.differing:
                 out.data.append(found)
         out.changed = len(out.data)
-        x.source.assert_unchanged()
-        y.source.assert_unchanged()
+        for side in both:
+            side.recheck()
+            side.source.assert_unchanged()
     tolerant = bool(rtol or atol)
     out.equal = not (out.only_in_a or out.only_in_b or out.shapes or out.values or out.data) and (
         tolerant or not out.dtypes

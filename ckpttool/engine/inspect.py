@@ -209,7 +209,7 @@ def inspect(
     """
     sizes = SizeRequest(fits=fits, strategy=strategy, precision=precision, optimizer=optimizer)
     options = OpenOptions(only=only, weights=weights, allow_equal_ranks=True, allow_mixed_steps=True, **reading)
-    with open_checkpoint(path, options, needed=lambda component: False) as opened:
+    with open_checkpoint(path, options, needed=lambda component: False, prove_later=True) as opened:
         return summarise(opened, show_path(path), sizes)
 
 

@@ -74,6 +74,10 @@ def refuse_equal_ranks(ckpt: Checkpoint, source: Source) -> None:
     """
     if len(set(ckpt.ranks.values())) < 2:
         return
+    if not all(r.known for r in ckpt.records):  # of a store, of which one item of each file was looked into
+        if not _may_be_copies(ckpt):
+            return
+        source.prove_all()
     pieces: dict[int, dict[Piece, Sum | None]] = {}
     find = _make_record_finder(ckpt)
     for name, t in ckpt.tensors.items():
@@ -100,6 +104,19 @@ def refuse_equal_ranks(ckpt: Checkpoint, source: Source) -> None:
             )
 
 
+def _may_be_copies(ckpt: Checkpoint) -> bool:
+    """Tell whether files of two ranks may be copies by what is known of their items: the first one of each that is
+    known and does not hold zeros. A file of which none is known may be one."""
+    first: dict[int, Record] = {}
+    for r in ckpt.records:
+        if r.extent.file in ckpt.ranks and r.known and r.extent.length > 8 and r.crc32 != _crc_of_zeros(r.extent.length):
+            other = first.setdefault(r.extent.file, r)
+            first[r.extent.file] = min(other, r, key=lambda r: r.extent.offset)
+    holding = {f for t in ckpt.tensors.values() for f in set(t.chunks.file)} & ckpt.ranks.keys()
+    sums = {(r.extent.length, r.crc32) for r in first.values()}
+    return len(first) < len(holding) or len(sums) < len(first)
+
+
 def refuse_other_files(ckpt: Checkpoint, source: Source) -> None:
     """Refuse a checkpoint of which a file is a copy of another file of the same rank, or has bytes behind the last item
     that the index names. Zeros there are padding.
@@ -110,8 +127,12 @@ def refuse_other_files(ckpt: Checkpoint, source: Source) -> None:
     longer = {
         f for f, n in ckpt.tails.items() if any(source.read(ckpt.files[f], ckpt.sizes[f] - n, min(n, _STEP_BYTES)))
     }
+    if longer:
+        source.prove_all()
     of_rank = Counter(ckpt.ranks.values())
     several = {f for f, rank in ckpt.ranks.items() if of_rank[rank] > 1} if ckpt.spreads_tensors else set[int]()
+    if not all(r.known for r in ckpt.records):
+        several = set()  # in a store, compared when they were read
     named: dict[int, dict[tuple[int, int], list[Piece]]] = {}
     find = _make_record_finder(ckpt) if longer or several else None
     for name, t in ckpt.tensors.items() if find is not None else ():
@@ -196,6 +217,8 @@ def _make_record_finder(ckpt: Checkpoint) -> Callable[[TensorEntry, int], Sum | 
             return None
         r = by_file[file][k]
         inside = offset - r.extent.offset
+        if not r.known:
+            return None
         return (r.extent.length, r.crc32, inside) if inside + c.length[row] <= r.extent.length else None
 
     return find
@@ -407,8 +430,11 @@ def refuse_mixed_steps(ckpt: Checkpoint, source: Source) -> None:
     sums = {(ckpt.tensors[n].dtype, find(ckpt.tensors[n], 0)) for n in names}
     if len(sums) == 1 and None not in {s for _, s in sums}:
         return  # equal CRC32s of one number each: equal numbers, and nothing was read
-    source.prefetch((ckpt.files[file[n]], *ckpt.tensors[n].chunks[0].extent[1:]) for n in names)
-    steps = {n: decode_number(ckpt.tensors[n].dtype, d) for n, d in small(ckpt, source, names).items()}
+    if source.count_unproved()[0]:  # in a store: two of each file, and all of them if these differ
+        few = [n for of in _group_by(names, file).values() for n in of[:2]]
+        if len(set(_read_steps(ckpt, source, few, file).values())) == 1:
+            return
+    steps = _read_steps(ckpt, source, names, file)
     groups = _map_groups(ckpt, names)
     text = ""
     for place in (file, {n: ckpt.ranks[f] for n, f in file.items()}):
@@ -430,6 +456,26 @@ def refuse_mixed_steps(ckpt: Checkpoint, source: Source) -> None:
             )
     if text:
         ckpt.notes.append(f"{text}: it was trained for fewer steps, or the file is from another save")
+
+
+def _group_by(names: Iterable[str], key: Mapping[str, int]) -> dict[int, list[str]]:
+    """Return {key: the names that have it}."""
+    out: dict[int, list[str]] = {}
+    for n in names:
+        out.setdefault(key[n], []).append(n)
+    return out
+
+
+def _read_steps(
+    ckpt: Checkpoint, source: Source, names: Sequence[str], file: Mapping[str, int]
+) -> dict[str, float | int | None]:
+    """Read steps, which are tensors of one number: {name: step, None of an unknown dtype}.
+
+    Args:
+        file: {name: number of the file that it is in}.
+    """
+    source.prefetch((ckpt.files[file[n]], *ckpt.tensors[n].chunks[0].extent[1:]) for n in names)
+    return {n: decode_number(ckpt.tensors[n].dtype, d) for n, d in small(ckpt, source, names).items()}
 
 
 def _format_step(step: float | int | None) -> str:

@@ -233,6 +233,16 @@ class OpenCheckpoint(Mapping[str, "TensorHandle"]):
                     rest = masters.pairs_of_moments(self.whole, self.checkpoint)
                     masters.refuse_other_masters(self._locate_part(rest), self.source)
 
+    def recheck(self) -> None:
+        """Refuse files of ranks that do not belong together once more, by what is known of items that were looked into
+        only when they were read.
+
+        Raises:
+            Corrupt: with the files, and what shows it.
+        """
+        if self.source.count_unproved()[1]:
+            self._refuse_mixtures()
+
     def _locate_part(self, part: Checkpoint) -> Checkpoint:
         """Return a part of the index with its tensors located in files."""
         if self.located or self.layout.locate is None or not part.tensors:
@@ -449,6 +459,7 @@ def open_checkpoint(
     model: layouts.ModelHints | None = None,
     check_hints: bool = True,
     needed: Callable[[str], bool] = lambda component: True,
+    prove_later: bool = False,
 ) -> OpenCheckpoint:
     """Read the index of a checkpoint and prove it sound, as `open` does.
 
@@ -458,6 +469,8 @@ def open_checkpoint(
             (`refuse_unused`).
         needed: called with the name of a component, tells whether an entry of it that cannot be read is an error;
             others are left out, with a note.
+        prove_later: in a store, look into the first items of each kind only, and into each other item when it is read
+            (storage/frames.py). All bytes have to be read through the source of what is returned.
 
     Raises:
         CkpttoolError: what `open` raises; the files are closed then.
@@ -470,6 +483,7 @@ def open_checkpoint(
     raise_file_limit()
     where = path if isinstance(path, layouts.Place) else layouts.place(path)
     folder = where.file is None
+    where.source.prove_later(prove_later and not options.salvage)
     damaged: list[salvage.Problem] = []
     if options.salvage:
         from . import salvage

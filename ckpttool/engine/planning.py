@@ -95,6 +95,7 @@ class Plan(Shown):
     dst: str
     reading: OpenOptions
     writing: WriteRequest
+    recheck: Callable[[], None]  # of the source as it was opened: `OpenCheckpoint.recheck`
 
     @cached_property
     def id(self) -> str:
@@ -178,7 +179,11 @@ def read_map(writing: WriteRequest) -> WriteRequest:
 
 
 def plan_conversion(
-    src: CheckpointPath, dst: str | os.PathLike[str], reading: OpenOptions, writing: WriteRequest
+    src: CheckpointPath,
+    dst: str | os.PathLike[str],
+    reading: OpenOptions,
+    writing: WriteRequest,
+    prove_later: bool = True,
 ) -> Plan:
     """Open the source, rewrite its index step by step into the draft of the destination, and account for every entry.
 
@@ -192,6 +197,9 @@ def plan_conversion(
 
     Names decide the order: param groups are compared under the names that are written, and `prepare` sees the groups
     that will be there. The account compares the index before and after each of them.
+
+    Args:
+        prove_later: as of `open_checkpoint`; whoever fills the draft calls `Plan.recheck` when all was read.
 
     Raises:
         Unsupported: the layout cannot hold a part of the state, or state lies in files that were not read, and `drop`
@@ -211,8 +219,9 @@ def plan_conversion(
     model = model_of(reading)
     # an entry that cannot be read stops whoever needs it, and weights are never left out
     opened = _open_source(
-        src, reading, model, lambda part: part == "model" or (not drop and (not holds or part in holds))
+        src, reading, model, lambda part: part == "model" or (not drop and (not holds or part in holds)), prove_later
     )
+    recheck = opened.recheck
     try:
         # what nobody looks at: hints, and files with state beside the checkpoint
         _note_unused(opened, reading, writing, target)
@@ -248,7 +257,7 @@ def plan_conversion(
     except BaseException:
         opened.source.close()
         raise
-    planned = Plan(opened, draft, target, account, source, src, os.fspath(dst), with_absolute_paths(reading), writing)
+    planned = Plan(opened, draft, target, account, source, src, os.fspath(dst), with_absolute_paths(reading), writing, recheck)
     log_step("planned %s", "; ".join(planned.lines()))
     for d in account.dropped:
         log_detail("left behind: %s, %d bytes: %s", d.name, d.nbytes, d.why)
@@ -698,7 +707,11 @@ def _refuse_loss(opened: OpenCheckpoint, draft: Draft, target: layouts.Layout, h
 
 
 def _open_source(
-    src: CheckpointPath, reading: OpenOptions, model: layouts.ModelHints, needed: Callable[[str], bool]
+    src: CheckpointPath,
+    reading: OpenOptions,
+    model: layouts.ModelHints,
+    needed: Callable[[str], bool],
+    prove_later: bool = False,
 ) -> OpenCheckpoint:
     """Open the source, merged with an adapter where that was asked.
 
@@ -708,6 +721,7 @@ def _open_source(
     Args:
         model: what `model_of(reading)` gives.
         needed: called with the name of a component, tells whether an entry of it that cannot be read is an error.
+        prove_later: as of `open_checkpoint`, where it is one checkpoint.
 
     Raises:
         CkpttoolError: it cannot be opened or merged.
@@ -721,7 +735,7 @@ def _open_source(
     if reading.merge is not None:
         return open_merged(src, replace(reading, merge=None), reading.merge, model)
     try:
-        return open_checkpoint(src, reading, model, check_hints=False, needed=needed)
+        return open_checkpoint(src, reading, model, False, needed, prove_later)
     except IncompleteWeights:
         raise
     except Corrupt:

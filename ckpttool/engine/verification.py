@@ -81,7 +81,10 @@ def digest(
             until they are read. (the others): as `open`.
     """
     options = OpenOptions(only=only, weights=weights, **reading)
-    with open_checkpoint(path, options) as opened, workers_for_reading(workers, path, opened.checkpoint.nbytes) as crew:
+    with (
+        open_checkpoint(path, options, prove_later=True) as opened,
+        workers_for_reading(workers, path, opened.checkpoint.nbytes) as crew,
+    ):
         with reporting(progress):
             ckpt = opened.locate()
         found = digest_with_workers(opened, path, options, crew, progress, "digest")
@@ -169,7 +172,7 @@ def verify(
         Corrupt, Unsafe: it is damaged. Differs: it is not what was recorded, or not equal to the other.
     """
     options = OpenOptions(only=only, **reading)
-    with reporting(progress), open_checkpoint(path, options) as opened:
+    with reporting(progress), open_checkpoint(path, options, prove_later=True) as opened:
         ckpt = opened.locate()
         out = VerifyResult(
             urls.display_path(show_path(path)),
@@ -196,6 +199,11 @@ def verify(
                     f"{argument('workers', workers)}: only the structure was asked for, which one process reads. Give "
                     f"{argument('read_data', True)} too, or leave it out.",
                     code="CKPT0204",
+                )
+            if (counts := opened.source.count_unproved())[0]:
+                out.notes.append(
+                    f"{counts[0]:,} items in the store were not looked into, only the first of each kind and of each file: "
+                    f"{argument('read_data', True)} reads and proves all"
                 )
             return out
         found = _read_data(opened, path, options, workers, progress, out)
@@ -233,7 +241,7 @@ def _verify_against(
         allow_mixed_steps=True,
     )
     with (
-        open_checkpoint(against, likewise) as other,
+        open_checkpoint(against, likewise, prove_later=True) as other,
         workers_for_reading(workers, against, other.checkpoint.nbytes) as crew,
     ):
         with reporting(progress):
@@ -564,7 +572,7 @@ def read_back(
         as_delta=draft.checkpoint.derived is not None,
     )
     try:
-        with open_checkpoint(path, options) as back:
+        with open_checkpoint(path, options, prove_later=True) as back:
             safetensors_header.open_with_library(back.source, back.checkpoint.files)
             if back.checkpoint.config is None and draft.checkpoint.config is not None:
                 back.checkpoint.config = draft.checkpoint.config  # one file has none beside it to tell its names

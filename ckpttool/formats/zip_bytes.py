@@ -10,9 +10,12 @@ Sources: caffe2/serialize/inline_container.cc (records, 64-byte alignment by an 
 from __future__ import annotations
 
 import struct
+from collections.abc import Callable
+from functools import partial
 from typing import NamedTuple
 
 from ..errors import Corrupt, Unsafe, Unsupported
+from ..storage.frames import FrameRead, Proof
 from ..storage.source import FileBytes, ReadAt
 
 __all__ = [
@@ -242,31 +245,87 @@ def _locate_data(
         Corrupt: a record reaches past the end.
     """
     out: dict[str, ZipRecord] = {}
-    previous = 0
+    previous = behind = 0  # behind: bytes between the first tensor and the next record, its data descriptor
     ordered = sorted(zip(found.values(), spans, strict=True), key=lambda x: x[1][0])
+    ends = [*(header for _, (header, _) in ordered[1:]), end]
+    tensors: list[int] = []
+    later: set[int] = set()
     if isinstance(read_at, FileBytes):  # in an object store every read is a round trip
-        read_at.prefetch((base + header, 30 + n) for _, (header, n) in ordered)
-    for record, (header, n) in ordered:
+        if read_at.source.proves_later:
+            tensors = [k for k, (record, _) in enumerate(ordered) if record.name.startswith("data/")]
+        later = set(tensors[1:])
+        read_at.prefetch((base + header, 30 + n) for k, (_, (header, n)) in enumerate(ordered) if k not in later)
+    for k, (record, (header, n)) in enumerate(ordered):
         if header < previous or header + 30 + n > end:
             raise Unsafe(f"{what}: record {record.name!r} overlaps another one.", code="CKPT0703")
-        head = read_at(base + header, 30 + n)
-        sig, _, flags, method, _, _, crc, _, size, name_n, extra_n = _LOCAL.unpack(head[:30])
-        stated = f"{root}/{record.name}".encode()
-        if sig != b"PK\x03\x04" or method != 0 or name_n != n or head[30:] != stated:
-            raise Unsafe(
-                f"{what}: the local header of {record.name!r} disagrees with the zip's directory.", code="CKPT0703"
-            )
-        if not flags & 8 and (crc != record.crc32 or size not in (record.length, 0xFFFFFFFF)):
-            raise Unsafe(
-                f"{what}: the local header of {record.name!r} has another size or CRC than the directory.",
-                code="CKPT0703",
-            )
-        data = header + 30 + n + extra_n
-        if data + record.length > end:
-            raise Corrupt(f"{what}: record {record.name!r} reaches past the data of the zip.", code="CKPT0407")
+        find = partial(_find_data, record, header, n, end, root, what)
+        data = ends[k] - behind - record.length if k in later else 0
+        if data >= header + 30 + n and isinstance(read_at, FileBytes):
+            _assume(read_at, base, header, data, record.length, 30 + n, ends[k], find)
+        else:
+            data = find(read_at(base + header, 30 + n))
+            if k in tensors[:1]:
+                behind = ends[k] - data - record.length
         previous = data + record.length
         out[record.name] = record._replace(offset=base + data)
     return out
+
+
+def _find_data(record: ZipRecord, header: int, n: int, end: int, root: str, what: str, head: bytes) -> int:
+    """Compare the local header of a record with the directory, and return where in the zip its bytes begin.
+
+    Args:
+        record: the record, as the directory has it.
+        header, n: where the header begins in the zip, and the bytes of the name.
+        end, root, what: as of `_locate_data`.
+        head: the header and the name.
+
+    Raises:
+        Unsafe: the header disagrees. Corrupt: the record reaches past the end.
+    """
+    sig, _, flags, method, _, _, crc, _, size, name_n, extra_n = _LOCAL.unpack(head[:30])
+    stated = f"{root}/{record.name}".encode()
+    if sig != b"PK\x03\x04" or method != 0 or name_n != n or head[30:] != stated:
+        raise Unsafe(
+            f"{what}: the local header of {record.name!r} disagrees with the zip's directory.", code="CKPT0703"
+        )
+    if not flags & 8 and (crc != record.crc32 or size not in (record.length, 0xFFFFFFFF)):
+        raise Unsafe(
+            f"{what}: the local header of {record.name!r} has another size or CRC than the directory.",
+            code="CKPT0703",
+        )
+    data = header + 30 + n + extra_n
+    if data + record.length > end:
+        raise Corrupt(f"{what}: record {record.name!r} reaches past the data of the zip.", code="CKPT0407")
+    return data
+
+
+def _assume(
+    file: FileBytes, base: int, header: int, data: int, length: int, n: int, following: int, find: Callable[[bytes], int]
+) -> None:
+    """Assume that the bytes of a record begin at `data` of a zip, to be proved when they are read.
+
+    Args:
+        file: the file around the zip, which begins at byte `base` of it.
+        header, n: where the local header begins in the zip, and its bytes with the name.
+        length: bytes of the record.
+        following: where the next record, or the directory, begins.
+        find: returns where in the zip the bytes of the record begin, by its header.
+    """
+    framed = file.source.framed(file.name)
+
+    def prove(_: int, read: FrameRead) -> Proof:
+        """Look into the header.
+
+        Raises:
+            Unsafe: it disagrees with the directory, or the record overlaps another one. Corrupt: it reaches too far.
+        """
+        found = find(bytes(read(base + header, n)))
+        if found + length > following:
+            raise Unsafe(f"{file.source.root}/{file.name}: a record overlaps the one behind it.", code="CKPT0703")
+        return Proof() if found == data else Proof(read=lambda at, count: framed.raw(base + found + at, count))
+
+    framed.add(base + header, base + data + length, base + data, length, prove, 0)
 
 
 DATA_DESCRIPTOR_BYTES = 24  # signature, CRC32 and two 64-bit sizes, behind a record whose CRC is known only afterwards

@@ -224,7 +224,7 @@ class Push:
         self.src, self.repo_id, self.revision = src, repo_id, revision or named
         self.public, self.pull, self.message, self.jobs = public, pull_request, message, threads
         self.reading, self.writing = reading, replace(writing, to=HUB_LAYOUT)
-        self.planned = planned = planning.plan_conversion(src, f"{repo_id}/", reading, self.writing)
+        self.planned = planned = planning.plan_conversion(src, f"{repo_id}/", reading, self.writing, False)
         self.opened, self.draft, self.layout = planned.opened, planned.draft, planned.target
         try:
             self.files = contents(self.opened, self.draft, IOBudget(1))

@@ -354,6 +354,11 @@ class Record(NamedTuple):
     extent: Extent
     crc32: int
 
+    @property
+    def known(self) -> bool:
+        """Return whether asking for the CRC32 sends no request to a store."""
+        return True
+
     def moved(self, by: int) -> Record:
         """Return the same record with `by` added to its file number, for a list of files that has `by` more in front of
         its own."""

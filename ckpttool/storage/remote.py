@@ -16,6 +16,7 @@ import re
 import threading
 from collections.abc import Iterable
 from datetime import datetime
+from functools import partial
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 from urllib.parse import quote
@@ -23,6 +24,7 @@ from urllib.parse import quote
 from ..errors import Corrupt, MissingPackage, RemoteError, SourceChanged, Unsafe, UsageError
 from ..extras import explain_missing_package
 from .answer_limits import LIMITS
+from .frames import FramedFile
 from .listings import file_info, list_entries, list_tree
 from .prefetch import FetchSizes, Prefetcher
 from .retries import BadRange, NotFound, redacted_message, with_retries
@@ -181,6 +183,7 @@ class RemoteSource(Source):
         self._files: dict[str, int | None] = {}  # names that listings tell as those of files, with their bytes
         self._times: dict[str, float] = {}  # {name: when it was written, in seconds since 1970} by listings
         self._ahead = Prefetcher(self._fetch_range, self.sizes)
+        self._framed: dict[str, FramedFile] = {}
 
     def _pinned_prefix(self) -> str:
         """Return the path that all objects are below. On the Hub it names the commit that was first seen, so that all
@@ -386,7 +389,37 @@ class RemoteSource(Source):
     def prefetch(self, ranges: Iterable[tuple[str, int, int]]) -> None:
         """Announce ranges (name, offset, length) that will soon be read, in about this order; the first of them that is
         read brings many that follow."""
-        self._ahead.prefetch(ranges)
+        self._ahead.prefetch(self._widened(name, offset, n) for name, offset, n in ranges)
+
+    def _widened(self, name: str, offset: int, n: int) -> tuple[str, int, int]:
+        """Return a range (name, offset, length) with what is fetched with it (`FramedFile.widen`)."""
+        if (framed := self._framed.get(name)) is None:
+            return name, offset, n
+        low, high = framed.widen(offset, offset + n)
+        return name, low, high - low
+
+    def prove_later(self, on: bool) -> None:
+        """Set whether readers may assume where items are (`framed`)."""
+        self.proves_later = on
+
+    def framed(self, name: str) -> FramedFile:
+        """Return the items of an object whose places are assumed; none where nobody has added one."""
+        return self._framed.setdefault(name, FramedFile(partial(self._read_raw, name)))
+
+    def count_unproved(self) -> tuple[int, int]:
+        """Return (items whose places are assumed and that nobody has looked into, all whose places were assumed)."""
+        counts = [framed.count() for framed in self._framed.values()]
+        return sum(n for n, _ in counts), sum(n for _, n in counts)
+
+    def prove_all(self) -> None:
+        """Look into all items whose places are assumed.
+
+        Raises:
+            CkpttoolError: one is damaged, or cannot be read.
+        """
+        for name, framed in self._framed.items():
+            self._ahead.prefetch((name, offset, n) for offset, n in framed.ends())
+            framed.prove_all()
 
     def readinto(self, name: str, offset: int, into: memoryview) -> None:
         """Fill `into` with the bytes of an object from `offset` on; safe in many threads at once.
@@ -405,25 +438,36 @@ class RemoteSource(Source):
         into = into.cast("B") if into.format != "B" else into
         if not len(into):
             return
-        if (known := self._ahead.take(name, offset, len(into))) is not None:
-            into[:] = known
-            return
+        framed = self._framed.get(name)
+        into[:] = self._read_raw(name, offset, len(into)) if framed is None else framed.read(offset, len(into))
 
+    def _read_raw(self, name: str, offset: int, n: int) -> bytes | bytearray | memoryview:
+        """Return `n` bytes of an object from `offset` on, as the store has them; large ranges with several requests at
+        a time.
+
+        Raises:
+            SourceChanged: it was replaced meanwhile.
+            RemoteError: the store fails.
+            UsageError: the source was closed.
+        """
+        if (known := self._ahead.take(name, offset, n)) is not None:
+            return known
         piece = self.sizes.request_bytes
+        if n <= piece:
+            return self._fetch_range(name, offset, n)
+        out = bytearray(n)
 
         def fill(at: int) -> None:
-            n = min(piece, len(into) - at)
-            into[at : at + n] = self._fetch_range(name, offset + at, n)
+            """Fetch one piece."""
+            out[at : at + piece] = self._fetch_range(name, offset + at, min(piece, n - at))
 
-        starts = range(0, len(into), piece)
-        if len(starts) == 1:
-            fill(0)
-            return
+        starts = range(0, n, piece)
         from concurrent.futures import ThreadPoolExecutor
 
         with ThreadPoolExecutor(min(4, len(starts)), "ckpttool-fetch") as pool:
             for _ in pool.map(fill, starts):
                 pass
+        return out
 
     def _fetch_range(self, name: str, start: int, n: int) -> bytes:
         """Return `n` bytes of an object from byte `start` on; sends one request, with retries.

@@ -32,6 +32,7 @@ from ..errors import (
 )
 
 if TYPE_CHECKING:
+    from .frames import FramedFile
     from .overlay import PatchedSource
 
 __all__ = [
@@ -106,6 +107,9 @@ class Source:
 
     local = True
     is_remote = False  # whether a read takes a round trip over a network
+    #: Readers may assume where items are, which is proved when their bytes are read (frames.py): a store does that for
+    #: whoever reads all bytes through this source, and hands no range on to others.
+    proves_later: bool = False
     commit: str | None = None  # of a repository on the Hub: what all reads are of
     in_order = (
         False  # whether its bytes are made when they are read, so that one thread should read them from front to back
@@ -410,6 +414,20 @@ class Source:
         """Announce ranges (name, offset, length) that will soon be read, in about this order. Local sources ignore
         it."""
 
+    def framed(self, name: str) -> FramedFile:
+        """Return the items of an object whose places are assumed; asked only of a source that `proves_later`."""
+        raise NotImplementedError
+
+    def count_unproved(self) -> tuple[int, int]:
+        """Return (items whose places are assumed and that nobody has looked into, all whose places were assumed)."""
+        return 0, 0
+
+    def prove_later(self, on: bool) -> None:
+        """Set whether readers may assume where items are, which only a store's source allows."""
+
+    def prove_all(self) -> None:
+        """Look into all items whose places are assumed (frames.py); there are none on this machine."""
+
     def prefetch_ends(self, names: Iterable[str]) -> None:
         """Announce that the first and last bytes of some files will soon be read: headers, directories, small
         pickles."""
@@ -598,6 +616,16 @@ class OverlaySource(Source):
         for source in self.sources:
             source.prefetch((own, offset, length) for of, own, offset, length in rows if of is source)
 
+    def count_unproved(self) -> tuple[int, int]:
+        """Return the sums of what the sources count."""
+        counts = [source.count_unproved() for source in self.sources]
+        return sum(n for n, _ in counts), sum(n for _, n in counts)
+
+    def prove_all(self) -> None:
+        """Look into all items of all sources whose places are assumed."""
+        for source in self.sources:
+            source.prove_all()
+
     def identities(self) -> dict[str, Identity]:
         """Return {name in this source: identity} of every file opened so far in any of the sources."""
         return {
@@ -655,6 +683,20 @@ class FolderOfSource(OverlaySource):
     def locate(self, name: str) -> tuple[Source, str]:
         """Return (the source above, the file's name there); for "" the folder itself."""
         return self.inner, f"{self._folder}/{name}" if name and self._folder else name or self._folder
+
+    def prove_later(self, on: bool) -> None:
+        """Set it for the source above."""
+        self.inner.prove_later(on)
+
+    @property
+    def proves_later(self) -> bool:  # type: ignore[override]
+        """Return whether the source above may assume where items are."""
+        return self.inner.proves_later
+
+    def framed(self, name: str) -> FramedFile:
+        """Return the items of an object whose places are assumed, from the source above."""
+        source, own = self.locate(name)
+        return source.framed(own)
 
     def identities(self) -> dict[str, Identity]:
         """Return {name relative to the folder: identity} of the files in it that were opened so far."""

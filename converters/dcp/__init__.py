@@ -356,15 +356,21 @@ def locate(ckpt: Checkpoint, source: Source) -> Checkpoint:
     items = Items(source, ckpt.files)
     items.records.extend(ckpt.records)
     headers: dict[int, dict[str, safetensors_header.Slot] | None] = {}
-    source.prefetch(list_ends((t for t in ckpt.tensors.values() if t.coding == "torch.save"), ckpt.files))
+    plain = {n: t for n, t in ckpt.tensors.items() if t.coding == "torch.save"}
+    if source.proves_later:  # in a store
+        files = sorted({f for t in plain.values() for f in t.chunks.file})
+        source.prefetch((ckpt.files[f], 0, min(9, source.size(ckpt.files[f]))) for f in files)
+        headers = {f: _slots_of(source, ckpt.files[f]) for f in files}
+        items.assume({n: t for n, t in plain.items() if all(headers[f] is None for f in set(t.chunks.file))})
+    else:
+        source.prefetch(list_ends(plain.values(), ckpt.files))
     for name, t in ckpt.tensors.items():
         if t.coding == "raw":
             tensors[name] = t
             continue
         for file in set(t.chunks.file):
             if file not in headers:
-                name_of = ckpt.files[file]
-                headers[file] = safetensors_header.slots(source, name_of) if _is_safetensors(source, name_of) else None
+                headers[file] = _slots_of(source, ckpt.files[file])
         if not any(headers[file] is not None for file in set(t.chunks.file)):
             try:
                 chunks = items.locate(name, t)
@@ -388,6 +394,11 @@ def locate(ckpt: Checkpoint, source: Source) -> Checkpoint:
         tensors[name] = replace(t, chunks=chunks, coding="raw", wrapper=items.wrappers.get(name, ""))
     _refuse_shared(ckpt, tensors)
     return replace(ckpt, tensors=tensors, values=values, records=items.records)
+
+
+def _slots_of(source: Source, file: str) -> dict[str, safetensors_header.Slot] | None:
+    """Return {name: dtype, shape and place} of a file of safetensors; None of any other file."""
+    return safetensors_header.slots(source, file) if _is_safetensors(source, file) else None
 
 
 def _is_safetensors(source: Source, file: str) -> bool:

@@ -12,6 +12,8 @@ from __future__ import annotations
 
 import struct
 from collections import OrderedDict
+from collections.abc import Iterable, Mapping
+from functools import partial
 from math import prod
 from typing import NamedTuple
 
@@ -20,7 +22,9 @@ from ckpttool.errors import Corrupt, Unsupported
 from ckpttool.formats import stored_tensors, torch_zip, zip_bytes
 from ckpttool.formats.pickles import Opaque
 from ckpttool.formats.subclasses import is_subclass
+from ckpttool.index import boxes
 from ckpttool.index.checkpoint import ITEMSIZE, Chunks, Extent, Record, TensorEntry
+from ckpttool.storage.frames import FrameRead, LaterRecord, Proof
 from ckpttool.storage.source import ReadAt, Source
 
 __all__ = ["HEAD", "TAIL", "Items", "SubclassFound", "Template", "make_template", "read_known", "read_windows"]
@@ -30,6 +34,7 @@ _WINDOW = 64 << 10  # small items are read many at a time
 _WINDOWS = 512  # such reads that are kept, one a file
 _NOTHING = 0, b""
 _VARIANTS = 8  # templates of one kind
+_MOST_GATHERED = 256 << 20  # bytes of a tensor that is not stored row by row, though the first of its kind is
 
 _CRC = struct.Struct("<I")
 
@@ -180,6 +185,132 @@ class Items:
         self._templates: dict[tuple[str, tuple[int, ...], int], list[Template]] = {}
         self._windows: OrderedDict[int, tuple[int, bytes]] = OrderedDict()
         self._plain = type(source) is Source
+        #: {kind: where the payload begins in an item of that kind; None where that is not assumed}
+        self._assumed: dict[tuple[str, int], int | None] = {}
+        self._looked: set[tuple[int, int]] = set()  # (file, offset) of items that are looked into whatever their kind
+        self._later: list[tuple[str, TensorEntry, int]] = []  # items that are looked into when they are read
+
+    def assume(self, tensors: Mapping[str, TensorEntry]) -> None:
+        """Look into the first item of each kind, so that `locate` assumes of all others that their payloads begin at the
+        same byte of the item; and into one item of each file, so that its CRC32 tells the file from a copy of another.
+
+        A kind are items of a dtype with as many bytes besides the numbers: the pickle before these says dtype and shape.
+
+        Args:
+            tensors: all that are saved as plain items.
+
+        Raises:
+            Corrupt, Unsafe: as `locate`.
+        """
+        samples: dict[tuple[int, int], tuple[str, TensorEntry, int]] = {}
+        kinds: set[tuple[str, int]] = set()
+        of_file: dict[int, tuple[bool, int, str, TensorEntry, int]] = {}
+        for name, t in tensors.items():
+            c = t.chunks
+            for k, (file, offset, length) in enumerate(zip(c.file, c.offset, c.length, strict=True)):
+                count = prod(c.shape_of(k))
+                if (kind := (t.dtype, length - count * ITEMSIZE[t.dtype])) not in kinds:
+                    kinds.add(kind)
+                    samples[file, offset] = name, t, k
+                if count > 1 and (key := (c.ndim < 2, offset)) < of_file.get(file, (True, 1 << 62))[:2]:
+                    of_file[file] = (*key, name, t, k)
+        for file, (_, offset, *rest) in of_file.items():
+            samples[file, offset] = rest[0], rest[1], rest[2]
+        self._looked = set(samples)
+        self._announce((file, offset, t.chunks.length[k]) for (file, offset), (_, t, k) in samples.items())
+        for (file, offset), (name, t, k) in samples.items():
+            length, shape = t.chunks.length[k], t.chunks.shape_of(k)
+            nbytes = prod(shape) * ITEMSIZE[t.dtype]
+            head, tail = self._read_ends(file, offset, length)
+            try:
+                found = self._parse_item(name, t.dtype, shape, file, offset, length, head, tail)
+            except SubclassFound:
+                found = None
+            usual = found is not None and found.contiguous and found.storage.length == nbytes and not found.wrapper
+            at = found.extent[0] - offset if found is not None and usual else None
+            self._assumed.setdefault((t.dtype, length - nbytes), at)
+        self._announce(
+            (file, offset, length)
+            for t in tensors.values()
+            for k, (file, offset, length) in enumerate(zip(t.chunks.file, t.chunks.offset, t.chunks.length, strict=True))
+            if (file, offset) not in self._looked and self._assumed[self._kind(t, k)] is None
+        )
+
+    def _kind(self, t: TensorEntry, k: int) -> tuple[str, int]:
+        """Return the kind of item number `k` of a tensor."""
+        return t.dtype, t.chunks.length[k] - prod(t.chunks.shape_of(k)) * ITEMSIZE[t.dtype]
+
+    def _announce(self, items: Iterable[tuple[int, int, int]]) -> None:
+        """Announce that the ends of items, (file, offset, bytes), will be read."""
+        self.source.prefetch(
+            (self.files[file], *end)
+            for file, offset, length in items
+            for end in (((offset, HEAD), (offset + length - TAIL, TAIL)) if length > HEAD else ((offset, length),))
+        )
+
+    def _assume_one(self, name: str, t: TensorEntry, k: int) -> tuple[int, int] | None:
+        """Return (offset, bytes) of the payload of item number `k` of a tensor, where it is assumed to be; None of one
+        that has to be looked into now."""
+        file, offset, length = t.chunks.file[k], t.chunks.offset[k], t.chunks.length[k]
+        at = self._assumed.get(self._kind(t, k)) if self._assumed else None
+        if at is None or (file, offset) in self._looked:
+            return None
+        nbytes = prod(t.chunks.shape_of(k)) * ITEMSIZE[t.dtype]
+        framed = self.source.framed(self.files[file])
+        number = framed.add(offset, offset + length, offset + at, nbytes, self._prove, len(self._later))
+        self._later.append((name, t, k))
+        if nbytes:
+            self.records.append(LaterRecord.of(Extent(file, offset + at, nbytes), framed, number))
+        return offset + at, nbytes
+
+    def _prove(self, row: int, read: FrameRead) -> Proof:
+        """Look into an item whose payload was assumed to be at a certain byte.
+
+        Args:
+            row: its place in `_later`.
+            read: reads its file.
+
+        Raises:
+            Corrupt, Unsafe: as `locate`.
+            Unsupported: it is the object of a tensor subclass, unlike the first of its kind.
+        """
+        name, t, k = self._later[row]
+        c, shape, at = t.chunks, t.chunks.shape_of(k), self._assumed[self._kind(t, k)] or 0
+        file, offset, length = c.file[k], c.offset[k], c.length[k]
+        behind = offset + at + prod(shape) * ITEMSIZE[t.dtype]
+        head, tail = bytes(read(offset, at)), bytes(read(behind, offset + length - behind))
+        templates = self._templates.setdefault((t.dtype, shape, length), [])
+        for template in templates:
+            crc = template.crc_of(head, tail, length - len(tail))
+            if crc is not None and template.at == at and template.strides is None and not template.wrapper:
+                return Proof(crc)
+        raw = self.source.framed(self.files[file]).raw
+        what = f'{self.source.root}/{self.files[file]} at byte {offset} ("{name}")'
+        windows = read_windows(head, tail, length)
+
+        def read_item(start: int, n: int) -> bytes:
+            """Read bytes of the file: of the ends of the item, which are here, or others."""
+            try:
+                return windows(start - offset, n)
+            except LookupError:
+                return bytes(raw(start, n))
+
+        found = _check_tensor(torch_zip.read(read_item, offset, length, what), t.dtype, shape, what)
+        if found.wrapper:
+            raise Unsupported(
+                f"{what}: holds a {found.wrapper}, and other items of its kind plain tensors. Copy the checkpoint to a "
+                "disk, and read it there.",
+                code="CKPT0319",
+            )
+        made = make_template(head, tail, length, found, offset) if len(templates) < _VARIANTS else None
+        if made is not None:
+            templates.append(made)
+        first, n = found.extent
+        if found.contiguous and (first, n) == (offset + at, found.storage.length):
+            return Proof(found.storage.crc32 or 0)
+        if found.contiguous:
+            return Proof(read=lambda start, count: raw(first + start, count))
+        return Proof(read=partial(_gather, found, ITEMSIZE[t.dtype], raw, what))
 
     def locate(self, name: str, t: TensorEntry) -> Chunks:
         """Return the chunks of a tensor that is saved as items, with the byte ranges of their elements.
@@ -201,6 +332,10 @@ class Items:
         kind: tuple[int, ...] | None = None
         for k, (_, shape) in enumerate(old.boxes()):
             file, offset, length = old.file[k], old.offset[k], old.length[k]
+            if (place := self._assume_one(name, t, k)) is not None:
+                out.offset.append(place[0])
+                out.length.append(place[1])
+                continue
             head, tail = self._read_ends(file, offset, length)
             if kind != (*shape, length):
                 kind = (*shape, length)
@@ -319,6 +454,32 @@ class Items:
             raise Unsupported(f"{what}: a compressed tensor that is not contiguous.", code="CKPT0324")
         at, n = found.extent
         return at, found.storage.crc32 if n == found.storage.length else None
+
+
+def _gather(found: stored_tensors.StoredTensor, item: int, raw: FrameRead, what: str, at: int, n: int) -> bytes:
+    """Read `n` bytes from byte `at` on of a tensor, row-major, that its file does not store so.
+
+    Args:
+        found: the tensor.
+        item: bytes of an element.
+        raw: reads its file.
+        what: names its item in messages.
+
+    Raises:
+        Unsupported: that takes more than 256 MiB of memory.
+    """
+    import numpy as np
+
+    span = boxes.span(found.shape, found.strides) * item
+    if span > _MOST_GATHERED:
+        raise Unsupported(
+            f"{what}: its {span:,} bytes are not stored row by row, and those of other items of its kind are. Copy the "
+            "checkpoint to a disk, and read it there.",
+            code="CKPT0324",
+        )
+    kind = np.frombuffer(raw(found.extent[0], span), f"V{item}")
+    view = np.lib.stride_tricks.as_strided(kind, found.shape, tuple(s * item for s in found.strides), writeable=False)
+    return view.tobytes()[at : at + n]
 
 
 def _check_tensor(found: object, dtype: str, shape: tuple[int, ...], what: str) -> stored_tensors.StoredTensor:

@@ -83,7 +83,7 @@ class CrcVerifier:
         (_, _, crc) = seen[0]
         del self._seen[key]
         self._done.add(key)
-        if crc != record.crc32:
+        if (stated := record.crc32) and crc != stated:
             raise CrcMismatch(record, crc)
 
     def parts_read(self) -> list[tuple[int, int, list[tuple[int, int, int]]]]:

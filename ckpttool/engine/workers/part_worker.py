@@ -172,7 +172,7 @@ def _open(asked: str) -> OpenCheckpoint:
         CkpttoolError: it cannot be opened, or this worker finds another one than the process that asked.
     """
     said = json.loads(asked)
-    opened = open_checkpoint(said["path"], OpenOptions(**said["options"]), check_hints=False)
+    opened = open_checkpoint(said["path"], OpenOptions(**said["options"]), check_hints=False, prove_later=True)
     opened.locate()
     if index_id(opened.checkpoint, opened.source) != said["index"]:
         raise CkpttoolError(
