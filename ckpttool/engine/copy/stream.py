@@ -19,6 +19,7 @@ CRC32s that the source carries are compared with the bytes as they are read (rec
 from __future__ import annotations
 
 import errno
+import itertools
 import os
 from collections import deque
 from collections.abc import Generator, Iterable, Iterator, Sequence
@@ -173,7 +174,10 @@ class Reader:
         total = 0
         for plan in plans:
             n = plan.count * ITEMSIZE[plan.job.entry.dtype]
-            small = plan.one and n <= _SMALL and plan.job.dtype == plan.job.entry.dtype
+            small = n <= _SMALL and plan.one and plan.job.dtype == plan.job.entry.dtype
+            if self.source.is_remote:  # where each read is a round trip
+                c = plan.job.entry.chunks
+                small = not c.strides and not c.zstd and plan.job.dtype == plan.job.entry.dtype
             if batch and (not small or total + n > self.block_bytes or len(batch) == _BATCH):
                 yield batch
                 batch, total = [], 0
@@ -194,6 +198,8 @@ class Reader:
         """
         if len(batch) == 1:
             return [self._load(batch[0])]
+        if self.source.is_remote:
+            return self._load_from_store(batch)
         buffer = self._pool.free.get()
         lease = Lease(self._pool, buffer, len(batch))
         out: list[Block] = []
@@ -218,6 +224,53 @@ class Reader:
             at += end - offset
             i = j
         return out
+
+    def _load_from_store(self, batch: list[BlockPlan]) -> list[Block]:
+        """Read the blocks of one buffer from a store: what lies near each other in one file with one request, whatever
+        blocks it belongs to.
+
+        Raises:
+            Corrupt: bytes are missing or do not match the CRC32 that the source carries.
+        """
+        places = []  # (file, offset, bytes, number of the plan, part of the plan)
+        for number, plan in enumerate(batch):
+            if plan.one:
+                places.append((*self._place_in_file(plan), number, None))
+                continue
+            e = plan.job.entry
+            for part in plan.parts:
+                chunk = e.chunks[part[0]]
+                inside = tuple(a - b for a, b in zip(part[1], chunk.start, strict=True))
+                at = chunk.extent.offset + boxes.flat_start(chunk.shape, inside) * ITEMSIZE[e.dtype]
+                places.append((chunk.extent.file, at, prod(part[2]) * ITEMSIZE[e.dtype], number, part))
+        places.sort(key=lambda place: place[:2])
+        buffer, spare = self._pool.free.get(), self._pool.free.get()
+        crcs: list[int | None] = [None] * len(batch)
+        try:
+            ends = list(itertools.accumulate(plan.count * ITEMSIZE[plan.job.entry.dtype] for plan in batch))
+            out = [buffer[a:b] for a, b in zip([0, *ends], ends, strict=False)]
+            i = 0
+            while i < len(places):
+                file, offset, n, *_ = places[i]
+                end, j = offset + n, i + 1
+                while j < len(places) and places[j][0] == file and places[j][1] - end <= self._gap:
+                    if max(end, places[j][1] + places[j][2]) - offset > len(spare):
+                        break
+                    end, j = max(end, places[j][1] + places[j][2]), j + 1
+                self.source.readinto(self.files[file], offset, spare[: end - offset])
+                for _, at, n, number, part in places[i:j]:
+                    got = spare[at - offset : at - offset + n]
+                    crc = self.check(file, at, got)
+                    crcs[number] = crc if part is None else None
+                    _put_into_slab(batch[number], part, got, out[number])
+                i = j
+        finally:
+            self._pool.free.put(spare)
+        lease = Lease(self._pool, buffer, len(batch))
+        return [
+            Block(p.job.name, p.first, p.count, p.start, p.shape, data, crc, p.last, len(data), lease)
+            for p, data, crc in zip(batch, out, crcs, strict=True)
+        ]
 
     def _from_window(self, file: int, offset: int, into: memoryview) -> bool:
         """Fill `into` with bytes of a file, from a window: a larger range that was read with an earlier piece, or is
@@ -516,6 +569,23 @@ class Reader:
             for at in range(offset, offset + length, self.block_bytes):
                 self._read_checked(file, at, min(self.block_bytes, offset + length - at), buffer)
         self._pool.free.put(buffer)
+
+
+def _put_into_slab(
+    plan: BlockPlan, part: tuple[int, tuple[int, ...], tuple[int, ...]] | None, got: memoryview, data: memoryview
+) -> None:
+    """Put the bytes `got` of a part of a block, (row, start, shape), where they belong in the bytes `data` of the block;
+    None is the whole block."""
+    if part is None:
+        data[:] = got
+        return
+    import numpy as np
+
+    kind = bits_dtype(ITEMSIZE[plan.job.entry.dtype])
+    at = tuple(a - b for a, b in zip(part[1], plan.start, strict=True))
+    target = np.frombuffer(data, dtype=kind).reshape(plan.shape)
+    place = tuple(slice(a, a + n) for a, n in zip(at, part[2], strict=True))
+    target[place] = np.frombuffer(got, dtype=kind).reshape(part[2])
 
 
 def small(ckpt: Checkpoint, source: Source, names: Iterable[str]) -> dict[str, bytes]:
