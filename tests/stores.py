@@ -22,6 +22,7 @@ import uuid
 from collections.abc import Callable
 from functools import cache
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 from typing import Any, Self
 
 import pytest
@@ -68,18 +69,7 @@ class Moto:
 
     def environment(self, monkeypatch: pytest.MonkeyPatch, endpoint: str = "") -> None:
         """What s3fs finds its store and its credentials by."""
-        values = {
-            "AWS_ENDPOINT_URL": endpoint or self.endpoint,
-            "AWS_ACCESS_KEY_ID": KEY_ID,
-            "AWS_SECRET_ACCESS_KEY": SECRET,
-            "AWS_DEFAULT_REGION": "us-east-1",
-            "AWS_EC2_METADATA_DISABLED": "true",
-            "AWS_CONFIG_FILE": "/nonexistent",
-            "AWS_SHARED_CREDENTIALS_FILE": "/nonexistent",
-        }
-        for name, value in values.items():
-            monkeypatch.setenv(name, value)
-        forget()
+        set_environment(monkeypatch, endpoint or self.endpoint)
 
     def bucket(self, monkeypatch: pytest.MonkeyPatch, lock: bool = False) -> str:
         """The URL of a new bucket, with object lock where asked for."""
@@ -99,6 +89,22 @@ class Moto:
             aws_secret_access_key=SECRET,
             region_name="us-east-1",
         )
+
+
+def set_environment(monkeypatch: pytest.MonkeyPatch, endpoint: str) -> None:
+    """What s3fs finds the store at `endpoint` and its credentials by."""
+    values = {
+        "AWS_ENDPOINT_URL": endpoint,
+        "AWS_ACCESS_KEY_ID": KEY_ID,
+        "AWS_SECRET_ACCESS_KEY": SECRET,
+        "AWS_DEFAULT_REGION": "us-east-1",
+        "AWS_EC2_METADATA_DISABLED": "true",
+        "AWS_CONFIG_FILE": "/nonexistent",
+        "AWS_SHARED_CREDENTIALS_FILE": "/nonexistent",
+    }
+    for name, value in values.items():
+        monkeypatch.setenv(name, value)
+    forget()
 
 
 def forget() -> None:
@@ -276,3 +282,37 @@ def first(n: int, what: What, *only: str) -> Rule:
             return what
 
     return rule
+
+
+class Lean:
+    """bench/s3.py, an S3 server whose objects are files of a folder, while the block runs. `asked()` are the lines of its log:
+    method, path, range.
+
+    Args:
+        root: the folder; a bucket is a folder below it.
+        seconds: before each answer.
+        rate: bytes a second of each connection; 0 for no limit.
+    """
+
+    def __init__(self, root: Path, seconds: float = 0, rate: float = 0) -> None:
+        self.root, self.log = root, root / ".log"
+        self.log.touch()
+        command = [sys.executable, str(Path(__file__).parents[1] / "bench" / "s3.py"), root, self.log, seconds, rate]
+        self.process = subprocess.Popen(list(map(str, command)), stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+        assert self.process.stdout
+        self.endpoint = f"http://127.0.0.1:{int(self.process.stdout.readline())}"
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for pipe in (self.process.stdin, self.process.stdout):
+            if pipe:
+                pipe.close()
+        self.process.wait()
+
+    def asked(self) -> list[str]:
+        """What was asked since this was called last."""
+        lines = self.log.read_text().splitlines()
+        self.log.write_text("")
+        return lines
