@@ -21,7 +21,7 @@ from types import MappingProxyType, NoneType
 from typing import Any, NamedTuple, TypeVar, get_args, get_type_hints
 
 from .errors import Corrupt, NotRecognised, Unsupported, UsageError, argument
-from .formats import other_files
+from .formats import other_files, safetensors_header
 from .index import trainer_trees
 from .index.checkpoint import Checkpoint, Chunks, Path, TensorEntry, Value, joined
 from .index.composites import Composite, add_composite
@@ -670,9 +670,10 @@ def _open_object_or_prefix(url: str, is_folder: bool) -> Place | None:
             return Place(source, name)
         source.close()
     source = remote.RemoteSource(url)
-    if not source.list():
+    if not (names := source.list()):
         source.close()
         return None
+    safetensors_header.prefetch_headers(source, [n for n in names if n.endswith(".safetensors") and not source.glance(n)[0]])
     return Place(source, None)
 
 

@@ -613,6 +613,9 @@ def _fetch_info(fs: AbstractFileSystem, path: str) -> dict[str, Any]:
     Raises:
         FileNotFoundError: the bucket has no such file. Other errors are those of the store's client.
     """
+    if "s3" in fs.protocol and "/" in path:  # s3fs would list what is below a name that is no object's
+        head = fs.call_s3("head_object", **dict(zip(("Bucket", "Key"), path.split("/", 1), strict=True)), **fs.req_kw)
+        return {"type": "file", "size": head.get("ContentLength"), **head}
     if "hf" not in fs.protocol or not path.startswith("buckets/"):
         found: dict[str, Any] = fs.info(path)
         return found

@@ -133,6 +133,7 @@ class Source:
         self._busy: Counter[tuple[str, int]] = Counter()
         self._lock = threading.RLock()
         self._identity: dict[str, Identity] = {}
+        self._listed: dict[str, tuple[int, list[str]]] = {}  # {folder: (when it changed, names in it)}
 
     @property
     def local_folder(self) -> str | None:
@@ -157,11 +158,15 @@ class Source:
             Corrupt: the source's own folder cannot be listed; NotPermitted where the user may not.
             NoSpace: too many files are open.
         """
+        path = os.path.join(self.root, folder)
         try:
-            return sorted(os.listdir(os.path.join(self.root, folder)))
+            changed = os.stat(path).st_mtime_ns
+            if (known := self._listed.get(folder)) is None or known[0] != changed:
+                known = self._listed[folder] = changed, sorted(os.listdir(path))
+            return known[1][:]
         except (OSError, ValueError) as e:  # a name from a file may be no name at all
             if isinstance(e, OSError) and missing_resource(e):
-                raise read_error(e, os.path.join(self.root, folder)) from e
+                raise read_error(e, path) from e
             if not folder:
                 kind = kind_of_failure(e, Corrupt) if isinstance(e, OSError) else Corrupt
                 raise kind(f"{self.root} cannot be listed: {getattr(e, 'strerror', e)}.") from e
