@@ -423,6 +423,8 @@ def _start_workers(
     parallel = destination.parallel
     why = why_one_process(draft, job, parallel is not None, parallel is not None and parallel.part_bytes > 0)
     alone = spec in (1, "1") or (spec is None and default_count(draft.nbytes) == 1)
+    if why is None and parallel is not None and not alone:
+        why = parallel.why_alone()
     if why is not None:
         if not alone and spec is not None:
             destination.messages.append(f"workers were not used: {why}")

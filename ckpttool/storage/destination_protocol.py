@@ -209,6 +209,10 @@ class ParallelDestination(Destination, Protocol):
     def filled_parts(self) -> dict[int, PartResult]:
         """Return {number of a part: what its worker recorded of it} for the parts of this plan that are filled."""
 
+    def why_alone(self) -> str | None:
+        """Return a text that says why one process has to fill it after all; None where several can. It may ask a
+        store."""
+
     def share(self, files: Mapping[str, int]) -> SharedState:
         """Create files for several processes to fill, and return as plain data what a worker makes its `SharedTree` or
         `SharedObjects` of.

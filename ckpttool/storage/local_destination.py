@@ -265,6 +265,9 @@ class LocalDestination(ParallelDestination):
         """Return []: on a disk nothing is sent."""
         return []
 
+    def why_alone(self) -> None:
+        """Return None: several processes can fill files of this machine."""
+
     @property
     def has_earlier_parts(self) -> bool:
         """Return whether an earlier run of several workers left something to continue from."""

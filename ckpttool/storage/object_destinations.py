@@ -17,6 +17,7 @@ from ..index.draft import Draft
 from . import urls
 from .destination_protocol import DestinationFile, ParallelDestination, PartResult, SharedState
 from .local_file import WriterPool
+from .objects import s3_object
 from .partial import EarlierRun, JournalEntry
 from .upload import ObjectUpload, SharedUpload
 from .upload_folder import UploadFolder
@@ -111,6 +112,16 @@ class _UploadDestination(ParallelDestination):
     def filled_parts(self) -> dict[int, PartResult]:
         """Return {}: the store itself lists what it has."""
         return {}
+
+    def why_alone(self) -> str | None:
+        """Return a text that says why one process has to send it; None where several can. It asks the store."""
+        at = s3_object(self.upload.url)
+        if at is None or at.lists_parts():
+            return None
+        return (
+            "the store does not list the parts of an upload (ListParts), which shows whether all has arrived that "
+            "several processes send"
+        )
 
     @property
     def has_earlier_parts(self) -> bool:

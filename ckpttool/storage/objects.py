@@ -20,7 +20,7 @@ from .answer_limits import current_budget, watch_upload
 from .azure import AzureObject, is_azure
 from .listings import follow_pages
 from .remote import filesystem_for
-from .retries import POLICY, ConditionFailed, Denied, NotFound, with_retries
+from .retries import POLICY, ConditionFailed, Denied, NotFound, NotOffered, with_retries
 from .urls import redact_url
 
 if TYPE_CHECKING:
@@ -191,8 +191,22 @@ class S3Object:
         the store does not know the upload or does not allow looking."""
         try:
             return bool(self.list_parts(upload, key))
-        except (NotFound, Denied):
+        except (NotFound, Denied, NotOffered):
             return False
+
+    def lists_parts(self) -> bool:
+        """Return whether the store has ListParts, which some small ones lack. It is asked about an upload that is not.
+
+        Raises:
+            RemoteError: the store fails.
+        """
+        try:
+            self.list_parts("ckpttool-asks")
+        except NotOffered:
+            return False
+        except (NotFound, Denied):
+            pass
+        return True
 
     def abort(self, upload: str, key: str | None = None) -> None:
         """Abort an upload, again until the store lists no part of it: a part that was on its way may arrive after the
@@ -214,7 +228,7 @@ class S3Object:
             try:
                 if not self.list_parts(upload, key):
                     return
-            except (NotFound, Denied):  # or nobody may look
+            except (NotFound, Denied, NotOffered):  # or nobody may look
                 return
             time.sleep(POLICY.first_wait_seconds * 2**k)
         raise RemoteError(

@@ -26,6 +26,7 @@ __all__ = [
     "ConditionFailed",
     "Denied",
     "NotFound",
+    "NotOffered",
     "RetryPolicy",
     "classify_error",
     "find_own_error",
@@ -83,6 +84,10 @@ class ConditionFailed(RemoteError):
 
 class BadRange(RemoteError):
     """The object has no such bytes."""
+
+
+class NotOffered(RemoteError):
+    """The store does not know this kind of request."""
 
 
 class Denied(RemoteError):
@@ -205,7 +210,7 @@ def classify_error(e: BaseException) -> tuple[type[RemoteError] | None, BaseExce
         if code in ("NoSuchBucket", "ContainerNotFound", "LeaseIdMissing"):
             return RemoteError, x
         if status is not None and status >= 400:
-            return {401: Denied, 403: Denied, 404: NotFound, 416: BadRange}.get(status, RemoteError), x
+            return {401: Denied, 403: Denied, 404: NotFound, 405: NotOffered, 416: BadRange, 501: NotOffered}.get(status, RemoteError), x
         names = {c.__name__ for c in type(x).__mro__}
         if "OfflineModeIsEnabled" in names:  # HF_HUB_OFFLINE
             return RemoteError, x

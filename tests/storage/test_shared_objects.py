@@ -501,3 +501,13 @@ def test_a_source_that_changes_between_an_upload_and_the_one_that_goes_on(
     done = convert(folder, f"{bucket}/a", "dcp", workers=Workers(), verify=False)
     whole = convert(folder, f"{bucket}/b", "dcp", workers=1)
     assert done.digest == whole.digest and objects(s3, bucket, "a/") == objects(s3, bucket, "b/")
+
+
+@pytest.mark.parametrize("status", [405])
+def test_a_store_that_does_not_list_parts(s3: Moto, bucket: str, proxied: Flaky, status: int) -> None:
+    """One process sends everything, and a message says why."""
+    said = b"<Error><Code>MethodNotAllowed</Code><Message>The specified method is not allowed.</Message></Error>"
+    proxied.rule = lambda method, path: (status, said) if method == "GET" and "uploadId=" in path else None
+    done = convert(DCP, f"{bucket}/a", to="dcp", world_size=3, workers=2)
+    assert done.verified and done.workers is None
+    assert any("workers were not used: the store does not list the parts" in n for n in done.notes)
