@@ -28,7 +28,7 @@ torch.save({"model": weights, "optimizer": {"state": moments, "param_groups": [g
 
 def kind_of(line: str) -> str:
     """What a line of the server's log asked for."""
-    method, path, asked = line.split()
+    method, path, asked, *_ = line.split()
     if method == "GET" and ("list-type" in path or path.endswith("?uploads")):
         return "listings"
     return {"HEAD": "heads", "GET": "ranges" if asked != "-" else "objects"}.get(method, "writes")

@@ -2,7 +2,7 @@
 serves until its standard input ends. It knows what s3fs asks when ckpttool reads and writes; objects are files, parts are
 written where they belong. Objects can also be read as files of a web server.
 
-Each request is a line of the file LOG: method, path with query, bytes that were asked for. An answer begins after SECONDS, and
+Each request is a line of the file LOG: method, path with query, bytes that were asked for, and when it came and was answered. An answer begins after SECONDS, and
 each connection sends or receives at most RATE bytes a second."""
 
 from __future__ import annotations
@@ -72,9 +72,17 @@ class Handler(BaseHTTPRequestHandler):
 
     def serve(self) -> None:
         """One request."""
-        if LOG:
-            LOG.write(f"{self.command} {self.path} {self.headers.get('Range', '-')}\n")
-        time.sleep(SECONDS)
+        began = time.monotonic()
+        try:
+            time.sleep(SECONDS)
+            self.reply()
+        finally:
+            if LOG:
+                asked = self.headers.get("Range", "-")
+                LOG.write(f"{self.command} {self.path} {asked} {began:.4f} {time.monotonic():.4f}\n")
+
+    def reply(self) -> None:
+        """The answer to one request."""
         at = urlsplit(self.path)
         query = {k: v[0] for k, v in parse_qs(at.query, keep_blank_values=True).items()}
         path = ROOT / unquote(at.path).lstrip("/")

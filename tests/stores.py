@@ -187,7 +187,8 @@ class _Proxy(BaseHTTPRequestHandler):
             self.send_response(status)
             self.send_header("Content-Length", str(len(text)))
             self.end_headers()
-            self.wfile.write(text)
+            if self.command != "HEAD":
+                self.wfile.write(text)
             return
         if what == "drop":
             self.close_connection = True

@@ -2,13 +2,14 @@
 credentials.
 
 Reading (remote.py) and writing (upload.py) go through here; huggingface_hub's own calls have their loop in
-hub/client.py. A lost connection, a timeout, 408, 429 and 5xx are tried again (`RetryPolicy`); nothing else is. The
-retries of the clients themselves are turned off, since they would multiply with ours.
+hub/client.py. A lost connection, a timeout, 408, 429 and 5xx are tried again (`RetryPolicy`); nothing else is. A store
+that says that it is asked too much (429, 503) is given longer, since it asks for just that. The retries of the clients themselves are turned off, since they would multiply with ours.
 """
 
 from __future__ import annotations
 
 import os
+import random
 import re
 import sys
 import time
@@ -39,10 +40,19 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, kw_only=True)
 class RetryPolicy:
-    """How often a request is tried, and how long to wait after the first try; every further wait is twice as long."""
+    """How often a request is tried, and how long to wait after the first try; every further wait is twice as long.
+
+    Args:
+        tries: in all.
+        throttled_tries: where the store says that it is asked too much.
+        first_wait_seconds: after the first try.
+        most_wait_seconds: after any.
+    """
 
     tries: int = 5
+    throttled_tries: int = 10
     first_wait_seconds: float = 0.2
+    most_wait_seconds: float = 8.0
 
 
 #: The policy of all requests of this process.
@@ -67,6 +77,8 @@ _LOST = {
     "RemoteDisconnected",
 }
 _BUSY = {"RequestTimeout", "SlowDown", "InternalError", "ServiceUnavailable", "OperationAborted", "Throttling"}
+_THROTTLED = {"SlowDown", "Throttling", "ThrottlingException", "RequestLimitExceeded", "TooManyRequests"}
+_EXPIRED = {"ExpiredToken", "ExpiredTokenException", "TokenRefreshRequired", "InvalidToken", "RequestTimeTooSkewed"}
 _CONFLICT = {"PreconditionFailed", "ConditionalRequestConflict", "BlobAlreadyExists"}
 
 
@@ -110,7 +122,7 @@ def with_retries(url: str, call: Callable[[], T], *, writes: bool = False) -> T:
         CkpttoolError, NotImplementedError: what `call` itself raises.
     """
     budget, stalls, outer = RequestBudget(url, writes=writes), 0, sys.exception()
-    for k in range(POLICY.tries):
+    for k in range(max(POLICY.tries, POLICY.throttled_tries)):
         budget.start_try()
         try:
             with within_budget(budget):
@@ -125,12 +137,14 @@ def with_retries(url: str, call: Callable[[], T], *, writes: bool = False) -> T:
             if ours is not None:
                 raise ours from None
             kind, by = classify_error(e)
-            if kind is None and k + 1 < POLICY.tries:
-                time.sleep(POLICY.first_wait_seconds * 2**k)
+            throttled = _error_code(by) in _THROTTLED or _http_status(by) in (429, 503)
+            if kind is None and k + 1 < (POLICY.throttled_tries if throttled else POLICY.tries):
+                wait = min(POLICY.first_wait_seconds * 2**k, POLICY.most_wait_seconds)
+                time.sleep(wait * random.uniform(0.5, 1) if throttled else wait)  # so that not all threads come again
                 continue
             if kind is not None and (said := _describe_missing_on_hub(e)) is not None:
                 raise (kind if kind is Denied else NotFound)(f"{url}: {said}.") from None
-            error = _error_for(url, kind, redacted_message(by))
+            error = _error_for(url, kind, redacted_message(by), k + 1)
         raise error from None
     raise AssertionError
 
@@ -174,17 +188,18 @@ def find_own_error(e: BaseException, outer: BaseException | None = None) -> Ckpt
     return next((x for x in takewhile(lambda x: x is not outer, _error_chain(e)) if isinstance(x, CkpttoolError)), None)
 
 
-def _error_for(url: str, kind: type[RemoteError] | None, text: str) -> RemoteError:
+def _error_for(url: str, kind: type[RemoteError] | None, text: str, tries: int) -> RemoteError:
     """Return the error to raise for a failed request.
 
     Args:
         url: what was asked for.
         kind: class of the error; None if all tries failed for a temporary reason.
         text: what the store or its client said, without credentials.
+        tries: how often it was tried.
     """
     if kind is None:
         return RemoteError(
-            f"{url}: no answer in {POLICY.tries} tries ({text}). Check the network and the store, then run the same "
+            f"{url}: no answer in {tries} tries ({text}). Check the network and the store, then run the same "
             "command again.",
             code="CKPT0901",
         )
@@ -207,6 +222,8 @@ def classify_error(e: BaseException) -> tuple[type[RemoteError] | None, BaseExce
             return None, x
         if code in _CONFLICT or (status == 412 and code != "LeaseIdMissing"):
             return ConditionFailed, x
+        if code in _EXPIRED:
+            return Denied, x
         if code in ("NoSuchBucket", "ContainerNotFound", "LeaseIdMissing"):
             return RemoteError, x
         if status is not None and status >= 400:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import shutil
 import struct
+from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import fsspec
 import numpy as np
 import pytest
 import stores
@@ -16,8 +18,9 @@ from stores import Lean
 from torch.distributed import checkpoint as torch_dcp
 
 import ckpttool
-from ckpttool.errors import CkpttoolError, Corrupt
+from ckpttool.errors import CkpttoolError, Corrupt, RemoteError
 from ckpttool.formats import zip_bytes
+from ckpttool.storage import retries
 from ckpttool.storage.remote import RemoteSource
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is")
@@ -238,3 +241,80 @@ def test_two_threads_read_one_item(lean: Lean) -> None:
         opened.source.prove_all()
         assert opened.source.count_unproved()[0] == 0
         opened.recheck()
+
+
+# ------------------------------------------------------------------------------------------------- how a store behaves
+
+
+def test_a_slow_store_is_read_by_all_connections_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of eight connections, the usual number, at least seven carry something until the last request is sent, while the
+    destination is written."""
+    (tmp_path / "store" / "b").mkdir(parents=True)
+    with Lean(tmp_path / "store", 0.03, 8e6) as store:
+        stores.set_environment(monkeypatch, store.endpoint)
+        saved(store, "a", {"model": {f"w{i}": torch.rand(1000, 800) for i in range(20)}})
+        ckpttool.convert("s3://b/a", tmp_path / "out", to="dcp", world_size=3, verify=False)
+        rows = [line.split() for line in store.asked()]
+    spans = [(float(a), float(b)) for method, _, asked, a, b in rows if method == "GET" and float(b) - float(a) > 0.2]
+    first, last = min(a for a, _ in spans), max(a for a, _ in spans)
+    busy = sum(min(b, last) - a for a, b in spans if a < last)
+    assert busy / (last - first) > 7, rows
+
+
+def test_a_storm_of_503(lean: Lean, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every request is refused seven times, by a store that says that it is asked too much."""
+    monkeypatch.setattr(retries, "POLICY", retries.RetryPolicy(first_wait_seconds=0.0001))
+    folder, times = saved(lean, "a", adam_state(1, 100, 100)), Counter[str]()
+
+    def rule(method: str, path: str) -> Any:
+        times[method + path] += 1
+        said = b"<Error><Code>SlowDown</Code><Message>Please reduce your request rate.</Message></Error>"
+        return (503, said) if times[method + path] % 8 else None
+
+    with stores.Flaky(lean.endpoint, rule) as proxy:
+        stores.set_environment(monkeypatch, proxy.endpoint)
+        done = ckpttool.convert("s3://b/a", tmp_path / "out", to="dcp", world_size=2)
+    assert done.digest == ckpttool.digest(folder).digest
+
+
+@pytest.mark.parametrize(
+    ("code", "status"), [("ExpiredToken", 400), ("RequestTimeTooSkewed", 403)]
+)
+def test_credentials_that_expire_meanwhile(
+    lean: Lean, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: str, status: int
+) -> None:
+    """It stops at once, with what the store says, and leaves nothing."""
+    saved(lean, "a", adam_state(4, 100, 100))
+    said = f"<Error><Code>{code}</Code><Message>The provided token has expired.</Message></Error>".encode()
+    data = [0]
+
+    def rule(method: str, path: str) -> Any:
+        data[0] += "distcp" in path
+        return (status, said) if data[0] > 2 else None
+
+    with stores.Flaky(lean.endpoint, rule) as proxy:
+        stores.set_environment(monkeypatch, proxy.endpoint)
+        with pytest.raises(RemoteError, match=f"{code}.*expired.*credentials") as e:
+            ckpttool.convert("s3://b/a", tmp_path / "out", to="dcp", world_size=2)
+    assert e.value.exit_code == 9 and not (tmp_path / "out").exists()
+
+
+def test_requests_that_the_requester_pays(lean: Lean, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every request says so, that of a header alone too."""
+    saved(lean, "a", adam_state(2, 40, 40))
+    monkeypatch.setitem(fsspec.config.conf, "s3", {"requester_pays": True})
+    with stores.Flaky(lean.endpoint, lambda *_: None) as proxy:
+        stores.set_environment(monkeypatch, proxy.endpoint)
+        assert ckpttool.verify("s3://b/a", read_data=True).data == "ok"
+        assert {h.get("x-amz-request-payer") for h in proxy.headers} == {"requester"}
+
+
+def test_nobody_is_asked_for_credentials_where_anon_is_set(lean: Lean, monkeypatch: pytest.MonkeyPatch) -> None:
+    saved(lean, "a", adam_state(2, 40, 40))
+    monkeypatch.setitem(fsspec.config.conf, "s3", {"anon": True})
+    with stores.Flaky(lean.endpoint, lambda *_: None) as proxy:
+        stores.set_environment(monkeypatch, proxy.endpoint)
+        for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
+            monkeypatch.delenv(name)
+        assert ckpttool.verify("s3://b/a", read_data=True).data == "ok"
+        assert not any("authorization" in h for h in proxy.headers)
