@@ -36,7 +36,9 @@ def kind_of(line: str) -> str:
 
 def run(*command: str) -> None:
     """Run a command of ckpttool."""
-    subprocess.run([sys.executable, "-m", "ckpttool", *command], check=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    subprocess.run(
+        [sys.executable, "-m", "ckpttool", *command], check=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+    )
 
 
 def main(bytes_of_all: int) -> None:

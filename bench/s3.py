@@ -21,7 +21,7 @@ from urllib.parse import parse_qs, unquote, urlsplit
 from xml.sax.saxutils import escape
 
 ROOT = Path(sys.argv[1])
-LOG = open(sys.argv[2], "a", buffering=1) if len(sys.argv) > 2 else None
+LOG = open(sys.argv[2], "a", buffering=1) if len(sys.argv) > 2 else None  # noqa: SIM115
 SECONDS, RATE = (float(x) for x in sys.argv[3:5]) if len(sys.argv) > 4 else (0.0, 0.0)
 _SLICE = 256 << 10
 LOCK = threading.Lock()
@@ -179,7 +179,9 @@ class Handler(BaseHTTPRequestHandler):
         with open(path, "rb") as f:
             while first < end:
                 began = time.monotonic()
-                sent = os.sendfile(self.connection.fileno(), f.fileno(), first, min(end - first, _SLICE) if RATE else end - first)
+                sent = os.sendfile(
+                    self.connection.fileno(), f.fileno(), first, min(end - first, _SLICE) if RATE else end - first
+                )
                 first += sent
                 slow_down(sent, began)
 

@@ -673,7 +673,9 @@ def _open_object_or_prefix(url: str, is_folder: bool) -> Place | None:
     if not (names := source.list()):
         source.close()
         return None
-    safetensors_header.prefetch_headers(source, [n for n in names if n.endswith(".safetensors") and not source.glance(n)[0]])
+    safetensors_header.prefetch_headers(
+        source, [n for n in names if n.endswith(".safetensors") and not source.glance(n)[0]]
+    )
     return Place(source, None)
 
 

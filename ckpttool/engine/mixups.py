@@ -109,7 +109,12 @@ def _may_be_copies(ckpt: Checkpoint) -> bool:
     known and does not hold zeros. A file of which none is known may be one."""
     first: dict[int, Record] = {}
     for r in ckpt.records:
-        if r.extent.file in ckpt.ranks and r.known and r.extent.length > 8 and r.crc32 != _crc_of_zeros(r.extent.length):
+        if (
+            r.extent.file in ckpt.ranks
+            and r.known
+            and r.extent.length > 8
+            and r.crc32 != _crc_of_zeros(r.extent.length)
+        ):
             other = first.setdefault(r.extent.file, r)
             first[r.extent.file] = min(other, r, key=lambda r: r.extent.offset)
     holding = {f for t in ckpt.tensors.values() for f in set(t.chunks.file)} & ckpt.ranks.keys()

@@ -257,7 +257,9 @@ def plan_conversion(
     except BaseException:
         opened.source.close()
         raise
-    planned = Plan(opened, draft, target, account, source, src, os.fspath(dst), with_absolute_paths(reading), writing, recheck)
+    planned = Plan(
+        opened, draft, target, account, source, src, os.fspath(dst), with_absolute_paths(reading), writing, recheck
+    )
     log_step("planned %s", "; ".join(planned.lines()))
     for d in account.dropped:
         log_detail("left behind: %s, %d bytes: %s", d.name, d.nbytes, d.why)

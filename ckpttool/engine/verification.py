@@ -202,8 +202,8 @@ def verify(
                 )
             if (counts := opened.source.count_unproved())[0]:
                 out.notes.append(
-                    f"{counts[0]:,} items in the store were not looked into, only the first of each kind and of each file: "
-                    f"{argument('read_data', True)} reads and proves all"
+                    f"{counts[0]:,} items in the store were not looked into, only the first of each kind and of each "
+                    f"file: {argument('read_data', True)} reads and proves all"
                 )
             return out
         found = _read_data(opened, path, options, workers, progress, out)

@@ -294,14 +294,21 @@ def _find_data(record: ZipRecord, header: int, n: int, end: int, root: str, what
             f"{what}: the local header of {record.name!r} has another size or CRC than the directory.",
             code="CKPT0703",
         )
-    data = header + 30 + n + extra_n
+    data: int = header + 30 + n + extra_n
     if data + record.length > end:
         raise Corrupt(f"{what}: record {record.name!r} reaches past the data of the zip.", code="CKPT0407")
     return data
 
 
 def _assume(
-    file: FileBytes, base: int, header: int, data: int, length: int, n: int, following: int, find: Callable[[bytes], int]
+    file: FileBytes,
+    base: int,
+    header: int,
+    data: int,
+    length: int,
+    n: int,
+    following: int,
+    find: Callable[[bytes], int],
 ) -> None:
     """Assume that the bytes of a record begin at `data` of a zip, to be proved when they are read.
 

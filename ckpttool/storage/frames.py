@@ -13,7 +13,7 @@ import threading
 from array import array
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterator
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from ..index.checkpoint import Extent, Record
 
@@ -173,17 +173,22 @@ class LaterRecord(Record):
         return cls(extent, (framed, number))  # type: ignore[arg-type]
 
     @property
+    def _place(self) -> tuple[FramedFile, int]:
+        """Return (the items of the object, the number of the item)."""
+        place: Any = self[1]
+        return place  # type: ignore[no-any-return]
+
+    @property
     def crc32(self) -> int:  # type: ignore[override]
         """Return the CRC32; 0 where the item says none."""
-        framed, number = self[1]  # type: ignore[misc]
-        found: int = framed.crc32(number)
-        return found
+        framed, number = self._place
+        return framed.crc32(number)
 
     @property
     def known(self) -> bool:
         """Return whether the item was looked into."""
-        framed, number = self[1]  # type: ignore[misc]
-        return bool(framed.is_proved(number))
+        framed, number = self._place
+        return framed.is_proved(number)
 
     def moved(self, by: int) -> LaterRecord:
         """Return the same record, as `Record.moved`."""

@@ -2,8 +2,9 @@
 credentials.
 
 Reading (remote.py) and writing (upload.py) go through here; huggingface_hub's own calls have their loop in
-hub/client.py. A lost connection, a timeout, 408, 429 and 5xx are tried again (`RetryPolicy`); nothing else is. A store
-that says that it is asked too much (429, 503) is given longer, since it asks for just that. The retries of the clients themselves are turned off, since they would multiply with ours.
+hub/client.py. A lost connection, a timeout, 408, 429 and 5xx are tried again (`RetryPolicy`), and longer where the
+store says that it is asked too much (429, 503); nothing else is. The retries of the clients themselves are turned off,
+since they would multiply with ours.
 """
 
 from __future__ import annotations
@@ -227,7 +228,9 @@ def classify_error(e: BaseException) -> tuple[type[RemoteError] | None, BaseExce
         if code in ("NoSuchBucket", "ContainerNotFound", "LeaseIdMissing"):
             return RemoteError, x
         if status is not None and status >= 400:
-            return {401: Denied, 403: Denied, 404: NotFound, 405: NotOffered, 416: BadRange, 501: NotOffered}.get(status, RemoteError), x
+            return {401: Denied, 403: Denied, 404: NotFound, 405: NotOffered, 416: BadRange, 501: NotOffered}.get(
+                status, RemoteError
+            ), x
         names = {c.__name__ for c in type(x).__mro__}
         if "OfflineModeIsEnabled" in names:  # HF_HUB_OFFLINE
             return RemoteError, x

@@ -133,7 +133,7 @@ class Source:
         self._busy: Counter[tuple[str, int]] = Counter()
         self._lock = threading.RLock()
         self._identity: dict[str, Identity] = {}
-        self._listed: dict[str, tuple[int, list[str]]] = {}  # {folder: (when it changed, names in it)}
+        self._folders: dict[str, tuple[int, list[str]]] = {}  # {folder: (when it changed, names in it)}
 
     @property
     def local_folder(self) -> str | None:
@@ -161,8 +161,8 @@ class Source:
         path = os.path.join(self.root, folder)
         try:
             changed = os.stat(path).st_mtime_ns
-            if (known := self._listed.get(folder)) is None or known[0] != changed:
-                known = self._listed[folder] = changed, sorted(os.listdir(path))
+            if (known := self._folders.get(folder)) is None or known[0] != changed:
+                known = self._folders[folder] = changed, sorted(os.listdir(path))
             return known[1][:]
         except (OSError, ValueError) as e:  # a name from a file may be no name at all
             if isinstance(e, OSError) and missing_resource(e):

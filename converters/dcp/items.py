@@ -191,10 +191,11 @@ class Items:
         self._later: list[tuple[str, TensorEntry, int]] = []  # items that are looked into when they are read
 
     def assume(self, tensors: Mapping[str, TensorEntry]) -> None:
-        """Look into the first item of each kind, so that `locate` assumes of all others that their payloads begin at the
-        same byte of the item; and into one item of each file, so that its CRC32 tells the file from a copy of another.
+        """Look into the first item of each kind, so that `locate` assumes of all others that their payloads begin at
+        the same byte of the item; and into one item of each file, so that its CRC32 tells the file from a copy of
+        another.
 
-        A kind are items of a dtype with as many bytes besides the numbers: the pickle before these says dtype and shape.
+        A kind are items of a dtype with as many bytes besides the numbers.
 
         Args:
             tensors: all that are saved as plain items.
@@ -204,7 +205,7 @@ class Items:
         """
         samples: dict[tuple[int, int], tuple[str, TensorEntry, int]] = {}
         kinds: set[tuple[str, int]] = set()
-        of_file: dict[int, tuple[bool, int, str, TensorEntry, int]] = {}
+        of_file: dict[int, tuple[bool, int, tuple[str, TensorEntry, int]]] = {}
         for name, t in tensors.items():
             c = t.chunks
             for k, (file, offset, length) in enumerate(zip(c.file, c.offset, c.length, strict=True)):
@@ -213,9 +214,8 @@ class Items:
                     kinds.add(kind)
                     samples[file, offset] = name, t, k
                 if count > 1 and (key := (c.ndim < 2, offset)) < of_file.get(file, (True, 1 << 62))[:2]:
-                    of_file[file] = (*key, name, t, k)
-        for file, (_, offset, *rest) in of_file.items():
-            samples[file, offset] = rest[0], rest[1], rest[2]
+                    of_file[file] = (*key, (name, t, k))
+        samples |= {(file, offset): sample for file, (_, offset, sample) in of_file.items()}
         self._looked = set(samples)
         self._announce((file, offset, t.chunks.length[k]) for (file, offset), (_, t, k) in samples.items())
         for (file, offset), (name, t, k) in samples.items():
@@ -232,7 +232,9 @@ class Items:
         self._announce(
             (file, offset, length)
             for t in tensors.values()
-            for k, (file, offset, length) in enumerate(zip(t.chunks.file, t.chunks.offset, t.chunks.length, strict=True))
+            for k, (file, offset, length) in enumerate(
+                zip(t.chunks.file, t.chunks.offset, t.chunks.length, strict=True)
+            )
             if (file, offset) not in self._looked and self._assumed[self._kind(t, k)] is None
         )
 

@@ -47,9 +47,7 @@ def adam_state(params: int, rows: int, columns: int) -> dict[str, Any]:
     """Weights with AdamW's moments and a step each, as a trainer has them in memory."""
     made = torch.Generator().manual_seed(1)
     weights = {f"layers.{i}.w": torch.randn(rows, columns, generator=made) for i in range(params)}
-    moments = {
-        n: {"step": torch.tensor(7.0), "exp_avg": w * 0.1, "exp_avg_sq": w * w} for n, w in weights.items()
-    }
+    moments = {n: {"step": torch.tensor(7.0), "exp_avg": w * 0.1, "exp_avg_sq": w * w} for n, w in weights.items()}
     groups = [{"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.0, "params": list(weights)}]
     return {"model": weights, "optim": {"state": moments, "param_groups": groups}}
 
@@ -277,9 +275,7 @@ def test_a_storm_of_503(lean: Lean, tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert done.digest == ckpttool.digest(folder).digest
 
 
-@pytest.mark.parametrize(
-    ("code", "status"), [("ExpiredToken", 400), ("RequestTimeTooSkewed", 403)]
-)
+@pytest.mark.parametrize(("code", "status"), [("ExpiredToken", 400), ("RequestTimeTooSkewed", 403)])
 def test_credentials_that_expire_meanwhile(
     lean: Lean, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: str, status: int
 ) -> None:

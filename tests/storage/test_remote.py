@@ -274,9 +274,7 @@ def test_reading_through_failures(s3: Moto, bucket: str, monkeypatch: pytest.Mon
 
 
 @pytest.mark.parametrize(("what", "tries"), [(500, 5), (503, 10), (429, 10), ("drop", 5), ("cut", 5)])
-def test_tries_are_bounded(
-    s3: Moto, bucket: str, monkeypatch: pytest.MonkeyPatch, what: int | str, tries: int
-) -> None:
+def test_tries_are_bounded(s3: Moto, bucket: str, monkeypatch: pytest.MonkeyPatch, what: int | str, tries: int) -> None:
     """A store that says that it is asked too much is asked for longer."""
     put(s3, f"{bucket}/a", noise(1000))
     with Flaky(s3.endpoint, first(1000, what, "GET")) as proxy:

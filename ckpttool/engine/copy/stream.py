@@ -232,7 +232,8 @@ class Reader:
         Raises:
             Corrupt: bytes are missing or do not match the CRC32 that the source carries.
         """
-        places = []  # (file, offset, bytes, number of the plan, part of the plan)
+        # (file, offset, bytes, number of the plan, part of the plan; None is all of it)
+        places: list[tuple[int, int, int, int, tuple[int, tuple[int, ...], tuple[int, ...]] | None]] = []
         for number, plan in enumerate(batch):
             if plan.one:
                 places.append((*self._place_in_file(plan), number, None))
@@ -258,11 +259,11 @@ class Reader:
                         break
                     end, j = max(end, places[j][1] + places[j][2]), j + 1
                 self.source.readinto(self.files[file], offset, spare[: end - offset])
-                for _, at, n, number, part in places[i:j]:
+                for _, at, n, number, place in places[i:j]:
                     got = spare[at - offset : at - offset + n]
                     crc = self.check(file, at, got)
-                    crcs[number] = crc if part is None else None
-                    _put_into_slab(batch[number], part, got, out[number])
+                    crcs[number] = crc if place is None else None
+                    _put_into_slab(batch[number], place, got, out[number])
                 i = j
         finally:
             self._pool.free.put(spare)
@@ -574,8 +575,8 @@ class Reader:
 def _put_into_slab(
     plan: BlockPlan, part: tuple[int, tuple[int, ...], tuple[int, ...]] | None, got: memoryview, data: memoryview
 ) -> None:
-    """Put the bytes `got` of a part of a block, (row, start, shape), where they belong in the bytes `data` of the block;
-    None is the whole block."""
+    """Put the bytes `got` of a part of a block, (row, start, shape) or None for all of it, where they belong in the
+    bytes `data` of the block."""
     if part is None:
         data[:] = got
         return

@@ -413,7 +413,9 @@ def digest_with_workers(
     ckpt = opened.checkpoint
     seen = seen if statistics is None else statistics.add
     if workers is None or not isinstance(path, (str, os.PathLike)):
-        found = tensor_digests(ckpt.tensors, opened.source, ckpt.files, ckpt.records, progress, what, None, budget, seen)
+        found = tensor_digests(
+            ckpt.tensors, opened.source, ckpt.files, ckpt.records, progress, what, None, budget, seen
+        )
         opened.recheck()
         return found
     opened.source.prove_all()  # what workers prove, this process does not know
