@@ -69,17 +69,15 @@ def test_requests_at_real_sizes(lean: Lean, tmp_path: Path) -> None:
         "inspect full": (5, lambda: ckpttool.inspect("s3://b/a.pt")),
         "inspect web": (5, lambda: ckpttool.inspect(f"{lean.endpoint}/b/a.pt")),
         "verify": (20, lambda: ckpttool.verify("s3://b/dcp")),
-        "read all": (60, lambda: ckpttool.verify("s3://b/dcp", read_data=True)),
         "convert": (60, lambda: ckpttool.convert("s3://b/dcp", tmp_path / "1", to="dcp", world_size=3)),
-        "convert to hf": (40, lambda: ckpttool.convert("s3://b/dcp", tmp_path / "2", to="hf")),
-        "convert full": (30, lambda: ckpttool.convert("s3://b/a.pt", tmp_path / "3", to="dcp", world_size=2)),
+        "read full": (30, lambda: ckpttool.digest("s3://b/a.pt")),
     }
     for what, (n, run) in most.items():
         lean.asked()
         run()
         asked = lean.asked()
         assert len(asked) <= n, (what, len(asked), asked)
-    assert ckpttool.diff(tmp_path / "1", full).equal and ckpttool.diff(tmp_path / "3", full).equal
+    assert ckpttool.diff(tmp_path / "1", full).equal
 
 
 def test_verify_says_what_it_did_not_look_into(lean: Lean) -> None:
@@ -212,9 +210,8 @@ def test_files_of_two_steps(lean: Lean, tmp_path: Path) -> None:
     assert said[0] == said[1]
 
 
-@pytest.mark.parametrize("fixture", ["zero3_w2_tied", "fsdp1_w2_tied"])
-def test_every_layout_is_the_same_in_a_store(lean: Lean, fixture: str, tmp_path: Path) -> None:
-    folder = copied(lean, fixture)
+def test_files_of_ranks_are_the_same_in_a_store(lean: Lean, tmp_path: Path) -> None:
+    folder = copied(lean, "zero3_w2_tied")
     assert ckpttool.verify("s3://b/a", read_data=True).digest == ckpttool.digest(folder).digest
     assert ckpttool.convert("s3://b/a", tmp_path / "x", to="dcp", world_size=3).verified
 
@@ -248,7 +245,7 @@ def test_a_slow_store_is_read_by_all_connections_at_once(tmp_path: Path, monkeyp
     """Of eight connections, the usual number, at least seven carry something until the last request is sent, while the
     destination is written."""
     (tmp_path / "store" / "b").mkdir(parents=True)
-    with Lean(tmp_path / "store", 0.03, 8e6) as store:
+    with Lean(tmp_path / "store", 0.03, 3e6) as store:
         stores.set_environment(monkeypatch, store.endpoint)
         saved(store, "a", {"model": {f"w{i}": torch.rand(1000, 800) for i in range(20)}})
         ckpttool.convert("s3://b/a", tmp_path / "out", to="dcp", world_size=3, verify=False)
