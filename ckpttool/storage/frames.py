@@ -179,7 +179,7 @@ class LaterRecord(Record):
         return place  # type: ignore[no-any-return]
 
     @property
-    def crc32(self) -> int:  # type: ignore[override]
+    def crc32(self) -> int:
         """Return the CRC32; 0 where the item says none."""
         framed, number = self._place
         return framed.crc32(number)
