@@ -28,7 +28,6 @@ from __future__ import annotations
 
 import _compat_pickle
 import builtins
-import io
 import pickle
 import re
 import struct
@@ -1251,12 +1250,13 @@ def enum_members(*enums: tuple[Any, Mapping[str, Any]]) -> dict[tuple[str, str],
     return {("builtins", "getattr"): member, ("__builtin__", "getattr"): member}
 
 
-def load_large(data: io.BufferedIOBase, stand_ins: StandIns) -> Any:
+def load_large(data: Any, stand_ins: StandIns, persistent: Callable[[object], Any] | None = None) -> Any:
     """Unpickle with the C unpickler of the standard library; to be called in a limited child process only.
 
     Args:
         data: the pickle, opened for reading.
         stand_ins: {(module, name): what stands for that class or function}.
+        persistent: turns a persistent id into a value; None refuses them.
 
     Raises:
         Unsafe: the pickle names anything else, or refers to an object outside of it.
@@ -1276,11 +1276,13 @@ def load_large(data: io.BufferedIOBase, stand_ins: StandIns) -> Any:
             return found
 
         def persistent_load(self, pid: object) -> Any:
-            """Refuse a persistent id, which no `.metadata` has.
+            """Return what stands for a persistent id.
 
             Raises:
-                Unsafe: always.
+                Unsafe: the pickle may have none.
             """
+            if persistent is not None:
+                return persistent(pid)
             raise Unsafe("the pickle refers to an object outside of it.", code="CKPT0701")
 
     return Unpickler(data).load()

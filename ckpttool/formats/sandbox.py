@@ -10,14 +10,19 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from typing import TYPE_CHECKING, cast
+from collections.abc import Callable, Iterable
+from contextlib import suppress
+from tempfile import TemporaryFile
+from typing import IO, TYPE_CHECKING, TypeVar, cast
 
 from ..errors import CkpttoolError, Corrupt, Unsafe
 
 if TYPE_CHECKING:
     from ..codes import Code
 
-__all__ = ["run_in_child"]
+__all__ = ["run_in_child", "stream_from_child"]
+
+T = TypeVar("T")
 
 _CODE = """
 import sys
@@ -40,20 +45,30 @@ except MemoryError:
     sys.stderr.write("not enough memory"); sys.exit(120)
 except Exception as e:
     sys.stderr.write(f"{type(e).__name__}: {e}"); sys.exit(121)
-sys.stdout.buffer.write(out); sys.stdout.buffer.flush()
+for part in [out] if isinstance(out, bytes) else out: sys.stdout.buffer.write(part)
+sys.stdout.buffer.flush()
 import os; os._exit(0)
 """
 
 
 def run_in_child(function: str, argument: str, work_bytes: int, text: bytes = b"") -> bytes:
     """Call a function of ours with one string in a child process of limited time and memory, and return the bytes that
-    it returns.
+    it returns; `stream_from_child` has the arguments and the errors. `text` is what the child reads from stdin."""
+    return stream_from_child(function, argument, work_bytes, [text], lambda out: out.read())
+
+
+def stream_from_child(
+    function: str, argument: str, work_bytes: int, data: Iterable[bytes], receive: Callable[[IO[bytes]], T]
+) -> T:
+    """Call a function of ours with one string in a child process of limited time and memory, and return what `receive`
+    makes of the bytes that it returns, while they come.
 
     Args:
-        function: "module:function".
+        function: "module:function"; it returns bytes, or yields parts of them, and reads all of stdin before that.
         argument: the string, which messages begin with.
         work_bytes: bytes of input, which bound its time and memory; 0 for 20 seconds and no bound of memory.
-        text: what the child reads from stdin.
+        data: what the child reads from stdin, in blocks.
+        receive: reads what the function returns; raises EOFError where that ends too early.
 
     Raises:
         CkpttoolError: as the function raised it.
@@ -62,31 +77,59 @@ def run_in_child(function: str, argument: str, work_bytes: int, text: bytes = b"
     """
     seconds = 20 + work_bytes // (2 << 20)
     memory = (1 << 30) + 24 * work_bytes if work_bytes else 0
-    done = subprocess.run(
-        [sys.executable, "-P", "-c", _CODE, function, argument, str(seconds), str(memory)],
-        input=text,
-        capture_output=True,
-        env=os.environ | {"HF_HUB_OFFLINE": "1"},
-        check=False,
-    )
-    message = done.stderr.decode(errors="replace").strip()
-    if done.returncode == 0:
-        return done.stdout
-    if done.returncode < 0 or done.returncode == 120:
-        if not work_bytes:
-            raise Unsafe(
-                f"{argument[:200]} took more than {seconds} s for what config.json describes, which no model that is "
-                "trained does.",
-                code="CKPT0704",
-            )
-        raise Unsafe(
+    with TemporaryFile() as errors:
+        child = subprocess.Popen(
+            [sys.executable, "-P", "-c", _CODE, function, argument, str(seconds), str(memory)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=errors,
+            env=os.environ | {"HF_HUB_OFFLINE": "1"},
+        )
+        assert child.stdin is not None and child.stdout is not None
+        try:
+            with suppress(BrokenPipeError), child.stdin as to:
+                for block in data:
+                    to.write(block)
+            with child.stdout as out, suppress(EOFError):  # which is the child's, and it says why
+                found = receive(out)
+        except BaseException:
+            child.kill()
+            raise
+        finally:
+            child.wait()
+        errors.seek(0)
+        said = errors.read().decode(errors="replace").strip()
+    if child.returncode:
+        raise _error_of_child(child.returncode, said, argument, work_bytes, seconds, memory)
+    return found
+
+
+def _error_of_child(
+    status: int, message: str, argument: str, work_bytes: int, seconds: int, memory: int
+) -> CkpttoolError:
+    """Return the error that a child process failed with.
+
+    Args:
+        status: its exit status, not 0.
+        message: what it wrote on stderr.
+        argument, work_bytes: as `stream_from_child` was given them.
+        seconds, memory: its limits, in seconds of CPU and in bytes.
+    """
+    if (status < 0 or status == 120) and not work_bytes:
+        return Unsafe(
+            f"{argument[:200]} took more than {seconds} s for what config.json describes, which no model that is "
+            "trained does.",
+            code="CKPT0704",
+        )
+    if status < 0 or status == 120:
+        return Unsafe(
             f"{argument[:200]}: reading it took more than {seconds} s or {memory >> 20} MiB, which nothing genuine of "
             f"{work_bytes} bytes does.",
             code="CKPT0704",
         )
     kinds: list[type[CkpttoolError]] = [Unsafe, Corrupt, *CkpttoolError.__subclasses__()]
     for kind in kinds:
-        if kind.exit_code == done.returncode - 100:
+        if kind.exit_code == status - 100:
             code, _, said = message.partition(" ")
-            raise kind(f"{argument[:200]}: {said}", code=cast("Code", code))
-    raise Corrupt(f"{argument[:200]}: {message[-2000:] or 'the reader failed'}")
+            return kind(f"{argument[:200]}: {said}", code=cast("Code", code))
+    return Corrupt(f"{argument[:200]}: {message[-2000:] or 'the reader failed'}")

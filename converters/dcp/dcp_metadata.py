@@ -6,18 +6,18 @@ stand-ins for torch's classes, so that its million objects never exist at once.
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import re
 import sys
 from array import array
-from collections.abc import Collection, Mapping, Sequence
-from itertools import chain
-from typing import Any, ClassVar, TypeVar
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from typing import IO, Any, ClassVar, TypeVar
 
 from ckpttool.errors import Corrupt, Unsafe, Unsupported
 from ckpttool.formats import pickles
-from ckpttool.formats.sandbox import run_in_child
+from ckpttool.formats.sandbox import stream_from_child
 from ckpttool.index.checkpoint import (
     ITEMSIZE,
     Chunks,
@@ -25,6 +25,8 @@ from ckpttool.index.checkpoint import (
     joined,
 )
 from ckpttool.storage.source import Source
+
+from .metadata_records import BoxRun, PlaceRun, RecordCutter, SecondOfPair
 
 __all__ = ["META", "STORAGE", "Index", "read_index", "read_index_in_child"]
 
@@ -35,6 +37,8 @@ MEGATRON = "megatron.core.dist_checkpointing.strategies.torch"
 STORAGE = "torch.distributed.checkpoint.filesystem"
 #: Above this many bytes .metadata is read with the C unpickler in a limited child (pickles.load_large).
 _LARGE_BYTES = 2 << 20
+
+_BLOCK = 64 << 20  # bytes of .metadata in a store that are read at once
 
 T = TypeVar("T")
 
@@ -80,18 +84,38 @@ class _Bytes(_Inert):
 
 
 class _Stored:
-    """The places of the items of one flat key, in columns."""
+    """The places of the items of one flat key, in columns: `starts` is flat, and `dims` are the numbers of dimensions
+    of the places, None for a value."""
 
-    __slots__ = ("file", "length", "offset", "starts", "transforms")
+    __slots__ = ("dims", "file", "length", "offset", "starts", "transforms")
 
     def __init__(self) -> None:
-        self.starts: list[Any] = []  # torch.Size, or None for a value
-        self.file, self.offset, self.length = array("q"), array("q"), array("q")
+        self.starts, self.dims = array("q"), set[int | None]()
+        self.file, self.offset, self.length = array("i"), array("q"), array("q")
         self.transforms: dict[int, Any] = {}
+
+    def add_start(self, start: Any) -> None:
+        """Append the start of a chunk, a tuple of integers; None for a value."""
+        self.dims.add(None if start is None else len(start))
+        self.starts.extend(start or ())
+
+    def add(self, file: int, offset: int, length: int, transforms: Sequence[str] | None) -> None:
+        """Append where an item is: the number of its file, its first byte there, its bytes, and what it went
+        through."""
+        if transforms:
+            self.transforms[len(self.file)] = transforms
+        self.file.append(file)
+        self.offset.append(offset)
+        self.length.append(length)
 
 
 #: Of torch's _StorageInfo; with the last one where items may be compressed.
 _ITEM_FIELDS = ({"relative_path", "offset", "length"}, {"relative_path", "offset", "length", "transform_descriptors"})
+
+
+def _no_boxes() -> BoxRun:
+    """Return a run of no chunks."""
+    return BoxRun(0, array("q"), array("q"), set())
 
 
 class _Bound:
@@ -102,24 +126,26 @@ class _Bound:
 
 
 class _Tensor(_Bound, _Inert):
-    """TensorStorageMetadata, whose chunks are the last rows of boxes."""
+    """TensorStorageMetadata, whose chunks are the boxes since the last one."""
 
     __slots__ = ()
 
     def __setstate__(self, state: Any) -> None:
-        """Claim the last rows of boxes as this tensor's chunks.
+        """Take the boxes as this tensor's chunks.
 
         Raises:
-            Corrupt: some belong to another tensor.
+            Corrupt: some belong to another tensor, or to none.
         """
-        collect, n = self.collect, len(state["chunks"])
-        first = len(collect.starts) - n
-        if collect.planned and any(x not in collect.instances.values() for x in state["chunks"]):
+        collect, chunks = self.collect, state["chunks"]
+        n = sum(x.rows if isinstance(x, BoxRun) else 1 for x in chunks)
+        if collect.planned and any(x in collect.spent.values() for x in chunks):
             raise Corrupt("a chunk of .metadata is in a plan of its saver", code="CKPT0406")
-        if first < collect.tensors:
+        if n > collect.boxes.rows:
             raise Corrupt("two tensors of .metadata share a chunk; torch does not write that", code="CKPT0406")
-        self.state = (state["properties"], state["size"], first, n)
-        collect.tensors = first + n
+        if n < collect.boxes.rows:
+            raise Corrupt(f"{collect.boxes.rows} chunks, of which {n} belong to a tensor", code="CKPT0406")
+        self.state = (state["properties"], state["size"], collect.boxes)
+        collect.boxes = _no_boxes()
         collect.built[0] += 1
 
 
@@ -166,9 +192,9 @@ class _Box(_Single):
         """Append the start and the shape of a chunk to the collector's columns."""
         if self.forgets(state):
             return
-        self.collect.starts.append(state["offsets"])
-        self.collect.sizes.append(state["sizes"])
-        state.clear()  # a million of them are 170 MB
+        start, size = state["offsets"], state["sizes"]
+        self.collect.add_boxes(BoxRun(1, array("q", start), array("q", size), {len(start), len(size)}))
+        state.clear()
 
 
 class _Place(_Single):
@@ -187,11 +213,8 @@ class _Place(_Single):
         collect, key = self.collect, state["fqn"]
         if not isinstance(key, str):  # hashing a tuple of tuples has no bound
             raise TypeError("fqn")
-        found = collect.stored.get(key)
-        if found is None:
-            found = collect.stored[key] = _Stored()
-        found.starts.append(state.get("offset"))
-        collect.last = found
+        collect.last = collect.stored_at(key)
+        collect.last.add_start(state.get("offset"))
         collect.places += 1
         state.clear()
 
@@ -216,17 +239,14 @@ class _Item(_Single):
         if self.forgets(state):
             return
         collect, path = self.collect, state["relative_path"]
-        found = collect.last
         if not isinstance(path, str):
             raise TypeError("relative_path")
         transforms = state.get("transform_descriptors")
-        if transforms:
-            if not isinstance(transforms, (list, tuple)) or not all(type(t) is str for t in transforms):
-                raise TypeError("transform_descriptors")
-            found.transforms[len(found.file)] = transforms
-        found.file.append(collect.files.setdefault(path, len(collect.files)))
-        found.offset.append(state["offset"])
-        found.length.append(state["length"])
+        if transforms and (
+            not isinstance(transforms, (list, tuple)) or not all(type(t) is str for t in transforms)
+        ):
+            raise TypeError("transform_descriptors")
+        collect.last.add(collect.number_of(path), state["offset"], state["length"], transforms)
         collect.items += 1
         if collect.items != collect.places:
             raise Corrupt("storage_data of .metadata is not made of (index, info) pairs", code="CKPT0406")
@@ -284,9 +304,7 @@ class _Collector:
     def __init__(self) -> None:
         """Make the empty columns, and the stand-ins that fill them: `stand_ins` {(module, class of torch):
         stand-in}."""
-        self.starts: list[Any] = []
-        self.sizes: list[Any] = []
-        self.tensors = 0  # rows of starts that belong to a tensor already
+        self.boxes = _no_boxes()  # those that belong to no tensor yet
         self.stored: dict[str, _Stored] = {}
         self.last = _Stored()
         self.files: dict[str, int] = {}
@@ -297,6 +315,7 @@ class _Collector:
         box, place, item = self._bind(_Box), self._bind(_Place), self._bind(_Item)
         planned, plan = self._bind(_Planned), self._bind(_Plan)
         self.tensor_class = self._bind(_Tensor)
+        self.box_class, self.place_class, self.item_class = box, place, item
         self.instances: dict[type, _Single] = {cls: object.__new__(cls) for cls in (box, place, item)}
         self.spent: dict[type, _Single] = {cls: object.__new__(cls) for cls in (box, place, item)}
         self.part, self.plan = object.__new__(planned), object.__new__(plan)
@@ -314,6 +333,54 @@ class _Collector:
         }
         for name in ("WriteItem", "WriteItemType", "TensorWriteData", "BytesIOWriteData"):
             self.stand_ins[PLANNER, name] = planned
+
+    def stored_at(self, key: str) -> _Stored:
+        """Return the places of the items of a flat key."""
+        found = self.stored.get(key)
+        if found is None:
+            found = self.stored[key] = _Stored()
+        return found
+
+    def number_of(self, file: str) -> int:
+        """Return the number of a data file."""
+        return self.files.setdefault(file, len(self.files))
+
+    def add_boxes(self, run: BoxRun) -> None:
+        """Collect chunks that follow each other."""
+        if not self.boxes.rows:
+            self.boxes = run
+            return
+        self.boxes.starts.extend(run.starts)
+        self.boxes.sizes.extend(run.sizes)
+        self.boxes = self.boxes._replace(rows=self.boxes.rows + run.rows, dims=self.boxes.dims | run.dims)
+
+    def add_places(self, run: PlaceRun) -> None:
+        """Collect items that follow each other.
+
+        Raises:
+            Corrupt: a place before them has no item.
+        """
+        if self.items != self.places:
+            raise Corrupt("storage_data of .metadata is not made of (index, info) pairs", code="CKPT0406")
+        for key, start, file, *item in zip(*run, strict=True):
+            self.last = self.stored_at(key)
+            self.last.add_start(start)
+            self.last.add(self.number_of(file), *item)
+        self.places, self.items = self.places + len(run.keys), self.items + len(run.keys)
+
+    def collect_run(self, run: Any) -> Any:
+        """Collect what was cut out of a pickle, unless it is inside a plan, and return what stands for it there."""
+        if isinstance(run, BoxRun):
+            if self.depth:
+                return self.spent[self.box_class]
+            self.add_boxes(run)
+        elif isinstance(run, PlaceRun):
+            if not self.depth:
+                self.add_places(run)
+            return (self.spent if self.depth else self.instances)[self.place_class]
+        elif isinstance(run, SecondOfPair):
+            return (self.spent if self.depth else self.instances)[self.item_class]
+        return run
 
     def pass_edge(self, by: int) -> None:
         """Note that a plan begins (1) or ends (-1).
@@ -366,10 +433,9 @@ class Index:
         self.copies: list[tuple[Extent, Extent]] = []
         self.whole: dict[str, list[int]] = {}
 
-    def to_bytes(self) -> bytes:
-        """Return the index as the child process hands it on: a JSON line with everything small, then the columns.
+    def to_parts(self) -> Iterator[bytes | memoryview]:
+        """Yield the index as the child process hands it on: a JSON line with everything small, then the columns.
         `copies` are not in it: only metadata of several files has any."""
-        columns = [c for _, _, _, k in self.tensors for c in (k.start, k.shape, k.file, k.offset, k.length)]
         head = {
             "files": self.files,
             "tensors": [(k, d, s, len(c)) for k, d, s, c in self.tensors],
@@ -378,46 +444,52 @@ class Index:
             "transforms": list(self.transforms.items()),
             "whole": self.whole,
         }
-        return json.dumps(head).encode() + b"\n" + b"".join(memoryview(c).cast("B") for c in columns)
+        yield json.dumps(head).encode() + b"\n"
+        for _, _, _, c in self.tensors:
+            yield from (memoryview(column).cast("B") for column in (c.start, c.shape, c.file, c.offset, c.length))
 
     @classmethod
-    def from_bytes(cls, data: bytes) -> Index:
-        """Return the index that `to_bytes` encoded."""
+    def read_from(cls, stream: IO[bytes]) -> Index:
+        """Read the index that `to_parts` encoded.
+
+        Raises:
+            EOFError: it is cut off.
+        """
         out = cls()
-        cut = data.index(b"\n")
-        head = json.loads(data[:cut])
+        head = json.loads(stream.readline() or "{}")
+        if not head:
+            raise EOFError
         out.files, out.paths, out.whole = head["files"], head["paths"], head["whole"]
         out.values = [tuple(v) for v in head["values"]]
         out.transforms = dict(head["transforms"])
-        view, at = memoryview(data), cut + 1
         for key, dtype, shape, n in head["tensors"]:
             c = Chunks(len(shape))
-            for name, width in (
-                ("start", len(shape)),
-                ("shape", len(shape)),
-                ("file", 1),
-                ("offset", 1),
-                ("length", 1),
+            for column, width in (
+                (c.start, len(shape)),
+                (c.shape, len(shape)),
+                (c.file, 1),
+                (c.offset, 1),
+                (c.length, 1),
             ):
-                column = array("q")
-                column.frombytes(view[at : at + 8 * n * width])
-                at += 8 * n * width
-                setattr(c, name, column)
+                column.fromfile(stream, n * width)
             out.tensors.append((key, dtype, tuple(shape), c))
         return out
 
 
-def read_index_in_child(path: str) -> bytes:
-    """Return the index of one .metadata file, as `Index.to_bytes` encodes it; runs in a limited child process.
+def read_index_in_child(path: str) -> Iterator[bytes | memoryview]:
+    """Return the index of one .metadata file, as `Index.to_parts` encodes it; runs in a limited child process.
 
-    It uses the C unpickler. If `path` is absolute, it is a local file; if not, the file's bytes come by stdin and the
-    path is for messages.
+    It uses the C unpickler, for what is no record of a chunk or an item. If `path` is absolute, it is a local file; if
+    not, the file's bytes come by stdin and the path is for messages.
     """
     collector = _Collector()
     file: Any = open(path, "rb") if os.path.isabs(path) else sys.stdin.buffer  # noqa: SIM115
     with file as f:
-        top = pickles.load_large(f, collector.stand_ins)
-    return _build_index([(top, collector)], path).to_bytes()
+        cutter = RecordCutter(f.read)
+        top = pickles.load_large(
+            cutter, collector.stand_ins, lambda number: collector.collect_run(cutter.take(number))
+        )
+    return _build_index([(top, collector)], path).to_parts()
 
 
 def read_index(source: Source) -> Index:
@@ -434,10 +506,10 @@ def read_index(source: Source) -> Index:
     names = names or [".metadata"]  # not a regular file: opening it raises the right error
     if len(names) == 1 and source.size(names[0]) > _LARGE_BYTES:
         where, size = f"{source.root}/{names[0]}", source.size(names[0])
-        data = b"" if source.local else source.read_all(names[0], 2 << 30)
-        return Index.from_bytes(
-            run_in_child("ckpttool.converters.dcp.dcp_metadata:read_index_in_child", where, size, data)
-        )
+        blocks = () if source.local else range(0, size, _BLOCK)
+        data = (source.read(names[0], at, min(_BLOCK, size - at)) for at in blocks)
+        function = "ckpttool.converters.dcp.dcp_metadata:read_index_in_child"
+        return stream_from_child(function, where, size, data, Index.read_from)
     tops = []
     for n in names:
         what = f"{source.root}/{n}"
@@ -519,10 +591,8 @@ def _check_storage(state: dict[str, Any], collector: _Collector, what: str) -> N
             "not know. Save the checkpoint with torch's own writer.",
             code="CKPT0329",
         )
-    if collector.tensors != len(collector.starts) or collector.places != collector.items:
-        raise Corrupt(
-            f"{what}: {len(collector.starts)} chunks, of which {collector.tensors} belong to a tensor.", code="CKPT0406"
-        )
+    if collector.boxes.rows or collector.places != collector.items:
+        raise Corrupt(f"{what}: {collector.boxes.rows} chunks belong to no tensor.", code="CKPT0406")
     if collector.planned and any(pair != collector.single for pair in state["storage_data"].items()):
         raise Corrupt(f"{what}: storage_data holds plans of a saver.", code="CKPT0406")
 
@@ -611,7 +681,7 @@ def _read_entries(
         Corrupt: an entry is stored nowhere, or of an unknown class. Unsafe: a part of one is stored twice.
     """
     for key, meta in entries.items():
-        stored = collector.stored.get(key) or _Stored()
+        stored = collector.stored.pop(key, None) or _Stored()
         for k, transforms in stored.transforms.items():
             out.transforms[numbers[stored.file[k]]] = list(transforms)
         if isinstance(meta, _Bytes):
@@ -625,7 +695,7 @@ def _read_entries(
             continue
         if not isinstance(meta, collector.tensor_class):
             raise Corrupt(f'{what}: "{key}" is a {type(meta).__name__}.', code="CKPT0406")
-        dtype, size, chunks = _join_chunks(key, meta.state, collector, stored, numbers, what)
+        dtype, size, chunks = _join_chunks(key, meta.state, stored, numbers, what)
         if key not in tensors:
             tensors[key] = dtype, size, chunks
             continue
@@ -672,14 +742,13 @@ def _stored_twice(what: str, key: str) -> str:
 
 
 def _join_chunks(
-    key: str, state: Any, collector: _Collector, stored: _Stored, numbers: list[int], what: str
+    key: str, state: Any, stored: _Stored, numbers: list[int], what: str
 ) -> tuple[str, tuple[int, ...], Chunks]:
     """Return (dtype, shape, chunks) of one tensor, each chunk with the item that is stored for its place.
 
     Args:
         key: its flat key, for messages.
-        state: (properties, size, first row, rows) of it in the collector's columns.
-        collector: what was collected from this file.
+        state: (properties, size, boxes) of it.
         stored: the places of the items of this key.
         numbers: by number of a data file in this metadata file, its number among those of all.
         what: name of the file in messages.
@@ -687,27 +756,37 @@ def _join_chunks(
     Raises:
         Corrupt: a chunk is stored nowhere, or has another number of dimensions. Unsafe: one is stored twice.
     """
-    properties, size, first, n = state
+    properties, size, run = state
     dtype = properties.state
     dtype = (dtype["dtype"] if isinstance(dtype, dict) else dtype[0]).name
     size = tuple(size)
+    ndim = len(size)
     if not all(type(k) is int for k in size):
         raise Corrupt(f'{what}: "{key}" has size {pickles.short(size)}.', code="CKPT0406")
-    starts = collector.starts[first : first + n]
-    chunks = Chunks(len(size))
-    chunks.start.extend(chain.from_iterable(starts))
-    chunks.shape.extend(chain.from_iterable(collector.sizes[first : first + n]))
-    array("q", chain.from_iterable(stored.starts))  # integers, all of them, so that hashing them has a bound
-    rows = dict(zip(stored.starts, range(len(stored.starts)), strict=True))
-    if len(rows) < len(stored.starts):
+    if run.dims - {ndim} or stored.dims - {ndim}:
+        raise Corrupt(f'{what}: chunks of "{key}" do not have {ndim} dimensions.', code="CKPT0406")
+    chunks = Chunks(ndim)
+    chunks.start, chunks.shape = run.starts, run.sizes
+    starts, places = _rows_of(run.starts, ndim, run.rows), _rows_of(stored.starts, ndim, len(stored.file))
+    rows = {place: k for k, place in enumerate(places)}
+    if len(rows) < len(stored.file):
         raise Unsafe(_stored_twice(what, key), code="CKPT0703")
-    found = [rows.get(s) for s in starts]
-    if None in found:
-        place = starts[found.index(None)]
-        raise Corrupt(f'{what}: the chunk of "{key}" at {tuple(place)} is listed but stored nowhere.', code="CKPT0408")
-    if len(chunks.start) != n * len(size) or len(chunks.shape) != n * len(size):
-        raise Corrupt(f'{what}: chunks of "{key}" do not have {len(size)} dimensions.', code="CKPT0406")
-    chunks.file.extend(numbers[stored.file[k]] for k in found)  # type: ignore[index]
-    chunks.offset.extend(stored.offset[k] for k in found)  # type: ignore[index]
-    chunks.length.extend(stored.length[k] for k in found)  # type: ignore[index]
+    found: Sequence[int] = range(run.rows)
+    if run.starts != stored.starts or run.rows != len(rows):
+        order = [rows.get(s) for s in starts]
+        if None in order:
+            place = next(itertools.islice(_rows_of(run.starts, ndim, run.rows), order.index(None), None))
+            raise Corrupt(f'{what}: the chunk of "{key}" at {place} is listed but stored nowhere.', code="CKPT0408")
+        found = [k for k in order if k is not None]
+    chunks.file.extend(numbers[stored.file[k]] for k in found)
+    if isinstance(found, range):
+        chunks.offset, chunks.length = stored.offset, stored.length
+    else:
+        chunks.offset.extend(stored.offset[k] for k in found)
+        chunks.length.extend(stored.length[k] for k in found)
     return dtype, size, chunks
+
+
+def _rows_of(column: array[int], ndim: int, rows: int) -> Iterator[tuple[int, ...]]:
+    """Yield the rows of a flat column of `ndim` integers a row."""
+    return zip(*[iter(column)] * ndim, strict=True) if ndim else itertools.repeat((), rows)

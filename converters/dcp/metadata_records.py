@@ -1,0 +1,507 @@
+"""Cuts the records of chunks and items out of the pickle of a `.metadata`, as columns, before it is unpickled.
+
+The C unpickler keeps every dict and tuple of a pickle in its memo until the end, which is 0.9 kB for each chunk of a
+tensor. What a pickler writes of one chunk, and of one item, is the same instructions each time, with other numbers:
+
+    ChunkStorageMetadata   {offsets: Size, sizes: Size}
+    MetadataIndex          {fqn: text[, index: number][, offset: Size]}      these two, the key and the value of
+    _StorageInfo           {relative_path: text, offset, length[, transform_descriptors]}    a dict, as one record
+
+`RecordCutter` reads the pickle in blocks and hands on all other instructions as they are. A run of records becomes one
+reference to an object outside of the pickle (BINPERSID), whose number `take` turns into a `BoxRun` or `PlaceRun`. A
+record that is written in another way stays in the pickle, so nothing is read here that the unpickler would refuse.
+
+The memo: a pickler numbers its entries in order. Those of the records are gone, so later references are numbered anew,
+and a reference to a text or a Size inside a record that was cut out becomes a reference to an object outside. One to
+anything else in a record is refused.
+
+Sources: CPython's Lib/pickle.py and Modules/_pickle.c for the order of the instructions; the classes of torch in
+torch/distributed/checkpoint/metadata.py and filesystem.py for the order of the fields.
+"""
+
+from __future__ import annotations
+
+import re
+import struct
+from array import array
+from bisect import bisect_left, bisect_right
+from collections.abc import Callable, Iterator
+from itertools import chain
+from typing import Any, NamedTuple
+
+from ckpttool.errors import Corrupt, Unsafe
+from ckpttool.formats import pickles
+
+__all__ = ["BoxRun", "PlaceRun", "RecordCutter", "SecondOfPair"]
+
+_BLOCK = 1 << 20  # bytes that are read at once
+_MARGIN = 1 << 14  # bytes of the longest record that is cut out
+_LONG = 1 << 26  # bytes of a long text that are read at once
+_FRAME = 1 << 16  # bytes of instructions that are handed on at once
+_MOST_KNOWN = 1 << 16  # Sizes that are kept decoded
+_MOST_KEYS = 8  # entries of the memo with one text that are taken for the name of a field
+
+_INT = rb"(?:K.|M..|J.{4}|\x8a(?:\x05.{5}|\x06.{6}|\x07.{7}|\x08.{8}))"
+_INTS = re.compile(_INT, re.DOTALL)
+_GET = rb"(?:h.|j.{4})"
+_TEXT = rb"\x8c.[^\x94]*+\x94"
+_TEXTS = re.compile(_TEXT + b"|" + _GET, re.DOTALL)
+#: Instructions that neither set nor get an entry of the memo, and whose length the first byte tells.
+_PLAIN = re.compile(rb"(?:[()}\]\x81\x85-\x89\x8f-\x92NtsubeaR01ld]|K.|M..|J.{4}|G.{8})*+", re.DOTALL)
+_FIELDS = (b"offsets", b"sizes", b"fqn", b"index", b"offset", b"relative_path", b"length", b"transform_descriptors")
+_CLASSES = {"ChunkStorageMetadata": "box", "MetadataIndex": "place", "_StorageInfo": "item", "Size": "size"}
+_U16, _I32, _U32, _U64 = (struct.Struct(f) for f in ("<H", "<i", "<I", "<Q"))
+
+
+class BoxRun(NamedTuple):
+    """Chunks that follow each other: how many, the flat columns of their starts and of their sizes, and the numbers of
+    dimensions that they have."""
+
+    rows: int
+    starts: array[int]
+    sizes: array[int]
+    dims: set[int]
+
+
+class PlaceRun(NamedTuple):
+    """Items that follow each other, in columns: flat key, start of the chunk or None, file, offset and length in bytes,
+    transforms."""
+
+    keys: list[str]
+    starts: list[tuple[int, ...] | None]
+    files: list[str]
+    offsets: list[int]
+    lengths: list[int]
+    transforms: list[list[str]]
+
+
+class SecondOfPair:
+    """What stands for the value of the pair whose key was a `PlaceRun`."""
+
+
+class _Patterns(NamedTuple):
+    """What records look like in this pickle, as soon as their classes and fields are known."""
+
+    size: re.Pattern[bytes] | None
+    box: re.Pattern[bytes] | None
+    pair: re.Pattern[bytes] | None
+
+
+def _decode_int(code: bytes) -> int:
+    """Decode the instruction that pushes an integer."""
+    if code[0] == 0x4B:
+        return code[1]
+    if code[0] == 0x4D:
+        return int(_U16.unpack_from(code, 1)[0])
+    return int.from_bytes(code[1 if code[0] == 0x4A else 2 :], "little", signed=True)
+
+
+def _number_of(code: bytes) -> int:
+    """Return the number of the entry that an instruction gets from the memo."""
+    return int.from_bytes(code[1:], "little")
+
+
+def _push_entry(number: int) -> bytes:
+    """Return the instruction that pushes an entry of the memo."""
+    return b"h" + bytes((number,)) if number < 256 else b"j" + _U32.pack(number)
+
+
+class RecordCutter:
+    """A pickle as a file for an unpickler (`read`, `readline`), without its records of chunks and items."""
+
+    def __init__(self, read: Callable[[int], bytes]) -> None:
+        """Keep the function that reads the next bytes of the pickle; it returns fewer only at the end."""
+        self._read_more = read
+        self._buf, self._pos, self._base, self._ended = b"", 0, 0, False
+        self._frame_end: int | None = None  # byte of the pickle where its frame ends
+        self._next = 0  # number of the next entry of the memo, as the pickler counts
+        # entries that are gone with records: where each run of them begins and ends, and how many are gone up to there
+        self._begins, self._ends, self._gone = array("q"), array("q"), array("q")
+        self._known_at, self._known = array("q"), list[Any]()  # texts and Sizes in the memo, by number
+        self._sizes: dict[bytes, tuple[tuple[int, ...], int]] = {}
+        self._texts: dict[bytes, str] = {}
+        self._refs: dict[str, list[bytes]] = {}  # instructions that get a class, or the name of a field
+        self._memo = b"\x94"  # how records set entries of the memo: b"" of a pickle that does not
+        self._patterns: _Patterns | None = _Patterns(None, None, None)  # None: to be made of the references
+        self._outside: dict[int, Any] = {}
+        self._given = 0
+        self._frames, self._ready, self._at = self._cut(), b"", 0
+
+    def read(self, n: int) -> bytes:
+        """Read the next `n` bytes of what is handed on."""
+        while len(self._ready) - self._at < n and (more := next(self._frames, b"")):
+            self._ready, self._at = self._ready[self._at :] + more, 0
+        self._at += n
+        return self._ready[self._at - n : self._at]
+
+    def readline(self) -> bytes:
+        """Read up to the next line end; only instructions inside of frames need that, and these are read at once."""
+        raise Corrupt("an instruction of the pickle is outside of its frame.", code="CKPT0407")
+
+    def take(self, number: object) -> Any:
+        """Return what stands outside of the pickle under a number, and forget it: a `BoxRun`, a `PlaceRun`, a
+        `SecondOfPair`, or a text or tuple that a record held."""
+        return self._outside.pop(number)  # type: ignore[call-overload]
+
+    # ------------------------------------------------------------------------------------------------ instructions
+
+    def _need(self, n: int) -> None:
+        """Have the next `n` bytes in the buffer.
+
+        Raises:
+            Truncated: the pickle ends before.
+        """
+        while len(self._buf) - self._pos < n:
+            more = b"" if self._ended else self._read_more(max(_BLOCK, min(n, _LONG)))
+            if not more:
+                self._ended = True
+                raise pickles.Truncated("the pickle ends in the middle of an instruction.")
+            self._base += self._pos
+            self._buf, self._pos = self._buf[self._pos :] + more, 0
+
+    def _fill(self) -> None:
+        """Have enough bytes in the buffer for any record, if the pickle has them."""
+        if len(self._buf) - self._pos < _MARGIN and not self._ended:
+            try:
+                self._need(_MARGIN)
+            except pickles.Truncated:
+                pass
+
+    def _push_outside(self, found: Any) -> bytes:
+        """Return the instructions that push an object from outside of the pickle."""
+        self._given = (self._given + 1) & 0x7FFFFFFF
+        self._outside[self._given] = found
+        return b"J" + _I32.pack(self._given) + b"Q"
+
+    def _cut(self) -> Iterator[bytes]:
+        """Yield the instructions that are handed on, in frames.
+
+        Raises:
+            Corrupt: no pickler writes such instructions. Unsafe: one refers to an object outside of the pickle.
+        """
+        yield b"\x80\x04"
+        out = bytearray()
+        texts: list[str] = ["", ""]  # the last two that were pushed
+        last: Any = None  # the text or class that was pushed last, until it is in the memo
+        while True:
+            self._fill()
+            here = self._base + self._pos
+            if self._frame_end is not None and here >= self._frame_end:
+                if here > self._frame_end:
+                    raise Corrupt(
+                        f"an instruction of the pickle crosses the end of its frame at byte {self._frame_end}.",
+                        code="CKPT0407",
+                    )
+                self._frame_end = None
+            if len(out) >= _FRAME:
+                yield b"\x95" + _U64.pack(len(out)) + out
+                out.clear()
+            found = _PLAIN.match(self._buf, self._pos, self._limit())
+            if found is not None and found.end() > self._pos:
+                out += found[0]
+                self._pos = found.end()
+                texts, last = ["", ""], None
+                continue
+            self._need(1)
+            op = self._buf[self._pos]
+            if op in (0x68, 0x6A):  # BINGET, LONG_BINGET
+                n = 2 if op == 0x68 else 5
+                self._need(n)
+                code = self._buf[self._pos : self._pos + n]
+                last = None
+                if (cut := self._cut_records(code)) is not None:
+                    out += cut
+                    texts = ["", ""]
+                    continue
+                self._pos += n
+                out += self._get(_number_of(code))
+                known = self._value(_number_of(code))
+                texts = [texts[1], known if isinstance(known, str) else ""]
+            elif op in (0x94, 0x71, 0x72):  # MEMOIZE, BINPUT, LONG_BINPUT
+                n = {0x94: 1, 0x71: 2, 0x72: 5}[op]
+                self._need(n)
+                number = self._buf[self._pos + 1 : self._pos + n]
+                if number and int.from_bytes(number, "little") != self._next:
+                    raise Corrupt("entries of the memo of the pickle are not in order.", code="CKPT0407")
+                self._pos += n
+                out += b"\x94"
+                self._set(last)
+                last = None
+            elif op in (0x8C, 0x58, 0x8D):  # SHORT_BINUNICODE, BINUNICODE, BINUNICODE8
+                n = {0x8C: 2, 0x58: 5, 0x8D: 9}[op]
+                self._need(n)
+                n += int.from_bytes(self._buf[self._pos + 1 : self._pos + n], "little")
+                code = self._take(n)
+                last = code[{0x8C: 2, 0x58: 5, 0x8D: 9}[op] :].decode("utf-8", "surrogatepass")
+                texts = [texts[1], last]
+                out += code
+            elif op == 0x93:  # STACK_GLOBAL
+                out += self._take(1)
+                last = pickles.Global(*texts)
+            elif op == 0x63:  # GLOBAL
+                code = self._take_lines()
+                last = pickles.Global(*code[1:-1].decode("utf-8").split("\n"))
+                out += code
+            elif op == 0x8A:  # LONG1
+                self._need(2)
+                out += self._take(2 + self._buf[self._pos + 1])
+            elif op in (0x42, 0x43):  # BINBYTES, SHORT_BINBYTES
+                n = 5 if op == 0x42 else 2
+                self._need(n)
+                out += self._take(n + int.from_bytes(self._buf[self._pos + 1 : self._pos + n], "little"))
+            elif op == 0x95:  # FRAME
+                code = self._take(9)
+                self._frame_end = self._base + self._pos + int(_U64.unpack_from(code, 1)[0])
+            elif op == 0x80:  # PROTO
+                if (version := self._take(2)[1]) > 5:
+                    raise Corrupt(f"pickle protocol {version}.", code="CKPT0407")
+                self._memo = b"\x94" if version >= 4 else b""
+            elif op == 0x2E:  # STOP
+                out += b"."
+                yield b"\x95" + _U64.pack(len(out)) + out
+                return
+            elif op == 0x51:
+                raise Unsafe("the pickle refers to an object outside of it.", code="CKPT0701")
+            elif op in b"KMJG":
+                self._need({0x4B: 2, 0x4D: 3, 0x4A: 5, 0x47: 9}[op])
+                raise Corrupt("an instruction of the pickle crosses the end of its frame.", code="CKPT0407")
+            else:
+                raise Unsafe(f"pickle instruction 0x{op:02x}, which no checkpoint needs.", code="CKPT0701")
+
+    def _limit(self) -> int:
+        """Return the position in the buffer where the frame ends, or the buffer."""
+        return len(self._buf) if self._frame_end is None else min(len(self._buf), self._frame_end - self._base)
+
+    def _take(self, n: int) -> bytes:
+        """Return the next `n` bytes, and go behind them."""
+        self._need(n)
+        self._pos += n
+        return self._buf[self._pos - n : self._pos]
+
+    def _take_lines(self) -> bytes:
+        """Return everything up to the end of the second line from here, and go behind it."""
+        n = 1
+        for _ in range(2):
+            while True:
+                self._need(n)
+                n += 1
+                if self._buf[self._pos + n - 2] == 0x0A:
+                    break
+        return self._take(n - 1)
+
+    # ------------------------------------------------------------------------------------------------- the memo
+
+    def _set(self, value: Any) -> None:
+        """Set the next entry of the memo, to a text, a class, or to something that nobody asks for (None)."""
+        if isinstance(value, pickles.Global):
+            if (kind := _CLASSES.get(value.name)) is not None:
+                self._learn(kind)
+        elif isinstance(value, str):
+            self._remember(self._next, value)
+            if value.encode(errors="replace") in _FIELDS:
+                self._learn(value)
+        self._next += 1
+
+    def _remember(self, number: int, value: Any) -> None:
+        self._known_at.append(number)
+        self._known.append(value)
+
+    def _value(self, number: int) -> Any:
+        """Return the text or Size of an entry of the memo; None if it is anything else."""
+        k = bisect_left(self._known_at, number)
+        return self._known[k] if k < len(self._known_at) and self._known_at[k] == number else None
+
+    def _get(self, number: int) -> bytes:
+        """Return the instructions that push an entry of the memo.
+
+        Raises:
+            Corrupt: it is a part of a record that nothing shares.
+        """
+        k = bisect_right(self._ends, number)
+        if k < len(self._begins) and number >= self._begins[k]:
+            if (value := self._value(number)) is None:
+                raise Corrupt("an object of .metadata is a part of two chunks or items.", code="CKPT0406")
+            return self._push_outside(value)
+        number -= self._gone[k - 1] if k else 0
+        return _push_entry(number)
+
+    def _learn(self, name: str) -> None:
+        """Note that the next entry of the memo is a class (by its kind) or the name of a field."""
+        refs = self._refs.setdefault(name, [])
+        refs.append(_push_entry(self._next))
+        del refs[:-_MOST_KEYS]
+        self._patterns = None
+
+    def _make_patterns(self) -> _Patterns:
+        """Make the patterns of the records whose parts are known."""
+        memo = self._memo
+
+        def ref(*names: str) -> bytes | None:
+            """Return the pattern of what gets one of these entries; None if none is known."""
+            known = [re.escape(r) for n in names for r in self._refs.get(n, ())]
+            return b"(?:" + b"|".join(known) + b")" if known else None
+
+        def build(*parts: bytes | None) -> re.Pattern[bytes] | None:
+            """Join the parts of a pattern; None if one is not known."""
+            known = [p for p in parts if p is not None]
+            return re.compile(b"".join(known), re.DOTALL) if len(known) == len(parts) else None
+
+        numbers = b"|".join(
+            (b"\\)", _INT + b"\x85" + memo, _INT * 2 + b"\x86" + memo, _INT * 3 + b"\x87" + memo)
+            + (b"\\(" + _INT + b"{4,64}t" + memo,)
+        )
+        of_size = ref("size")
+        size = None if of_size is None else of_size + b"(?:" + numbers + b")\x85" + memo + b"R" + memo
+        size_or_get = None if size is None else b"(" + size + b"|" + _GET + b")"
+        text = b"(?:" + (_TEXT + b"|" if memo else b"") + _GET + b")"
+        begin, index = b"\\)\x81" + memo + b"}" + memo + b"\\(", ref("index")
+        index = b"" if index is None else b"(?:" + index + b"(?:N|" + _INT + b"))?"
+        transforms = ref("transform_descriptors")
+        if transforms is not None:
+            transforms = transforms + b"(N|\\]" + memo + b"(?:" + text + b"a|\\(" + text + b"{1,9}e))"
+        return _Patterns(
+            build(size),
+            build(ref("box"), begin, ref("offsets"), size_or_get, ref("sizes"), size_or_get, b"ub"),
+            build(
+                *(ref("place"), begin, ref("fqn"), b"(" + text + b")", index, b"(?:", ref("offset")),
+                *(None if size_or_get is None else size_or_get[:-1] + b"|N))?", index, b"ub"),
+                *(ref("item"), begin, ref("relative_path"), b"(" + text + b")", ref("offset"), b"(" + _INT + b")"),
+                *(ref("length"), b"(" + _INT + b")", b"()" if transforms is None else b"(?:" + transforms + b")?"),
+                b"ub",
+            ),
+        )
+
+    # ---------------------------------------------------------------------------------------------------- records
+
+    def _cut_records(self, code: bytes) -> bytes | None:
+        """Return what is handed on in the place of the records that begin here, and go behind them; None where none
+        does. `code` is the instruction here, which gets an entry of the memo."""
+        kind = next((k for k in _CLASSES.values() if code in self._refs.get(k, ())), None)
+        if kind is None:
+            return None
+        patterns, begins = self._patterns or self._make_patterns(), self._next
+        self._patterns = patterns
+        if kind == "box" and patterns.box is not None:
+            out = self._cut_boxes(patterns.box)
+        elif kind == "place" and patterns.pair is not None:
+            out = self._cut_pairs(patterns.pair)
+        elif kind == "size" and patterns.size is not None:  # which stays where it is
+            if (found := patterns.size.match(self._buf, self._pos, self._limit())) is None:
+                return None
+            value, entries = self._decode_size(found[0])
+            ref = self._get(_number_of(code))
+            self._pos = found.end()
+            self._next += entries
+            if entries:
+                self._remember(self._next - 1, value)
+            return ref + found[0][len(code) :]
+        else:
+            return None
+        if out is not None and self._next > begins:
+            self._begins.append(begins)
+            self._ends.append(self._next)
+            self._gone.append((self._gone[-1] if self._gone else 0) + self._next - begins)
+        return out
+
+    def _match_run(self, pattern: re.Pattern[bytes]) -> list[tuple[bytes, ...]]:
+        """Return the variable parts of the records of one kind that follow each other from here, and go behind them."""
+        rows, match, end = [], pattern.match, self._limit()
+        while True:
+            found = match(self._buf, self._pos, end)
+            if found is None:
+                return rows
+            codes = found.groups(b"")
+            if any(c[:1] == b"\x8c" and len(c) != c[1] + 3 for c in codes):  # a text with the byte of MEMOIZE in it
+                return rows
+            rows.append(codes)
+            self._pos = found.end()
+            if len(self._buf) - self._pos < _MARGIN and not self._ended:
+                self._fill()
+                end = self._limit()
+
+    def _decode_size(self, code: bytes) -> tuple[tuple[int, ...], int]:
+        """Return (the numbers of a Size, how many entries of the memo its instructions set).
+
+        Raises:
+            Corrupt: they get something else from the memo.
+        """
+        if (known := self._sizes.get(code)) is not None:
+            return known
+        if len(code) == (2 if code[0] == 0x68 else 5):
+            value, entries = self._value(_number_of(code)), 0
+            if not isinstance(value, tuple):
+                raise Corrupt("a place of .metadata is no torch.Size.", code="CKPT0406")
+        else:
+            value = tuple(map(_decode_int, _INTS.findall(code, 2 if code[0] == 0x68 else 5)))
+            entries = (2 + bool(value)) * len(self._memo)
+        if len(self._sizes) > _MOST_KNOWN:
+            self._sizes.clear()
+        self._sizes[code] = value, entries
+        return value, entries
+
+    def _cut_boxes(self, pattern: re.Pattern[bytes]) -> bytes | None:
+        """Cut out the chunks from here on, and return what stands for them; None if there is none."""
+        if not (rows := self._match_run(pattern)):
+            return None
+        starts, sizes = [], []
+        own = 2 * len(self._memo)
+        for codes in rows:
+            self._next += own
+            for code, column in zip(codes, (starts, sizes), strict=True):
+                value, entries = self._sizes.get(code) or self._decode_size(code)
+                column.append(value)
+                if entries:
+                    self._next += entries
+                    self._remember(self._next - 1, value)
+        dims = {*map(len, starts), *map(len, sizes)}
+        flat = (array("q", chain.from_iterable(column)) for column in (starts, sizes))
+        return self._push_outside(BoxRun(len(rows), *flat, dims))
+
+    def _cut_pairs(self, pattern: re.Pattern[bytes]) -> bytes | None:
+        """Cut out the pairs of a place and an item from here on, and return what stands for them; None if there is
+        none."""
+        if not (rows := self._match_run(pattern)):
+            return None
+        run = PlaceRun([], [], [], [], [], [])
+        own = 2 * len(self._memo)
+        for key, start, path, offset, length, transforms in rows:
+            self._next += own
+            run.keys.append(self._text(key))
+            if start in (b"", b"N"):
+                run.starts.append(None)
+            else:
+                value, entries = self._sizes.get(start) or self._decode_size(start)
+                run.starts.append(value)
+                if entries:
+                    self._next += entries
+                    self._remember(self._next - 1, value)
+            self._next += own
+            run.files.append(self._text(path))
+            run.offsets.append(_decode_int(offset))
+            run.lengths.append(_decode_int(length))
+            run.transforms.append(self._transforms(transforms) if transforms else [])
+        return self._push_outside(run) + self._push_outside(SecondOfPair())
+
+    def _transforms(self, code: bytes) -> list[str]:
+        """Return the texts in a list of a record."""
+        if code == b"N":
+            return []
+        self._next += len(self._memo)
+        return [self._text(t) for t in _TEXTS.findall(code, 1 + len(self._memo))]
+
+    def _text(self, code: bytes) -> str:
+        """Return the text that instructions of a record push, and note its entry in the memo.
+
+        Raises:
+            Corrupt: they push something else.
+        """
+        fresh = code[0] == 0x8C
+        if (value := self._texts.get(code)) is None:
+            found = code[2:-1].decode("utf-8", "surrogatepass") if fresh else self._value(_number_of(code))
+            if not isinstance(found, str) or (fresh and len(code) != code[1] + 3):
+                raise Corrupt("a name in .metadata is no text.", code="CKPT0406")
+            value = self._texts[code] = found
+        if fresh:
+            self._remember(self._next, value)
+            self._next += 1
+        return value
