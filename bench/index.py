@@ -1,6 +1,6 @@
 """How long a large index takes: `python bench/index.py [--ranks 512] [--work DIR]`.
 
-Writes, with torch's own classes, the .metadata of a 70B-like model with Adam state (2169 tensors) saved by that many
+Writes the .metadata of a 70B-like model with Adam state (2169 tensors) saved by that many
 ranks, beside sparse data files of the right sizes, then reads it, checks it and plans it for 384 ranks in a fresh
 process; prints seconds and the peak memory of that process (VmHWM) and of its child, and the same for torch's own loader.
 """
@@ -10,10 +10,17 @@ from __future__ import annotations
 import argparse
 import json
 import shutil
+import struct
 import subprocess
 import sys
 import time
+from collections.abc import Iterable, Iterator
+from itertools import product
+from math import prod
 from pathlib import Path
+from typing import BinaryIO, TypeVar
+
+T = TypeVar("T")
 
 HIDDEN, INNER, LAYERS, VOCAB = 8192, 28672, 80, 128256
 
@@ -37,42 +44,178 @@ def shapes() -> dict[str, tuple[int, ...]]:
     return out | {"model.norm.weight": (HIDDEN,), "lm_head.weight": (VOCAB, HIDDEN)}
 
 
-def make(folder: Path, ranks: int) -> None:
-    """The synthetic checkpoint."""
-    import gc
-    import pickle
-
-    import torch
-    from torch.distributed.checkpoint.filesystem import _StorageInfo
-    from torch.distributed.checkpoint.metadata import (
-        ChunkStorageMetadata,
-        Metadata,
-        MetadataIndex,
-        TensorProperties,
-        TensorStorageMetadata,
-    )
-
-    gc.disable()
-    shutil.rmtree(folder, ignore_errors=True)
-    folder.mkdir(parents=True)
-    tensors, paths, storage = {}, {}, {}
-    ends = [0] * ranks
+def parts_of(ranks: int) -> Iterator[tuple[tuple[str, ...], tuple[int, ...], int]]:
+    """Path, shape and rows of a rank of every tensor: weights, and the two moments of Adam."""
     for fqn, shape in shapes().items():
         for path in (("model", fqn), ("optim", "state", fqn, "exp_avg"), ("optim", "state", fqn, "exp_avg_sq")):
-            key = ".".join(path)
-            step = -(-shape[0] // ranks)
-            chunks = []
-            for rank, first in enumerate(range(0, shape[0], step)):
-                size = torch.Size((min(step, shape[0] - first), *shape[1:]))
-                start = torch.Size((first, *[0] * (len(shape) - 1)))
-                length = size.numel() * 4 + 1577
-                chunks.append(ChunkStorageMetadata(start, size))
-                storage[MetadataIndex(key, start, rank)] = _StorageInfo(f"__{rank}_0.distcp", ends[rank], length)
-                ends[rank] += length
-            tensors[key] = TensorStorageMetadata(TensorProperties(dtype=torch.float32), torch.Size(shape), chunks)
-            paths[key] = path
+            yield path, shape, -(-shape[0] // ranks)
+
+
+class Pickle:
+    """The instructions that Python's pickler writes for the objects of a .metadata (protocol 4), without the objects:
+    ten million of them would be 20 GB. Each method appends one; all that have an entry in the memo get one."""
+
+    def __init__(self) -> None:
+        self.out, self.entries, self.known = bytearray(b"\x80\x04"), 0, dict[object, int]()
+
+    def memoize(self, key: object = None) -> None:
+        if key is not None:
+            self.known[key] = self.entries
+        self.entries += 1
+        self.out += b"\x94"
+
+    def get(self, key: object) -> bool:
+        if (n := self.known.get(key)) is not None:
+            self.out += b"h" + bytes([n]) if n < 256 else b"j" + struct.pack("<I", n)
+        return n is not None
+
+    def text(self, value: str, shared: bool = True) -> None:
+        if not (shared and self.get(value)):
+            raw = value.encode()
+            self.out += b"\x8c" + bytes([len(raw)]) + raw
+            self.memoize(value if shared else None)
+
+    def name(self, module: str, name: str) -> None:
+        if not self.get((module, name)):
+            self.text(module)
+            self.text(name)
+            self.out += b"\x93"
+            self.memoize((module, name))
+
+    def number(self, n: int) -> None:
+        if n < 1 << 16:
+            self.out += b"K" + bytes([n]) if n < 256 else b"M" + struct.pack("<H", n)
+        elif n < 1 << 31:
+            self.out += b"J" + struct.pack("<i", n)
+        else:
+            size = n.bit_length() // 8 + 1
+            self.out += b"\x8a" + bytes([size]) + n.to_bytes(size, "little")
+
+    def size(self, shape: tuple[int, ...]) -> None:
+        self.name("torch", "Size")
+        for n in shape:
+            self.number(n)
+        self.out += {1: b"\x85", 2: b"\x86"}[len(shape)]
+        self.memoize()
+        self.call()
+
+    def call(self, key: object = None) -> None:
+        self.out += b"\x85"
+        self.memoize()
+        self.out += b"R"
+        self.memoize(key)
+
+    def begin(self, module: str, name: str) -> None:
+        self.name(module, name)
+        self.out += b")\x81"
+        self.memoize()
+        self.begin_dict()
+
+    def begin_dict(self) -> None:
+        self.out += b"}"
+        self.memoize()
+        self.out += b"("
+
+
+def write_metadata(file: BinaryIO, ranks: int) -> list[int]:
+    """Write the .metadata as torch does it when every rank has sent its part: texts and sizes of each are its own.
+    Returns the bytes of each rank's file."""
+    of = "torch.distributed.checkpoint."
+    p, ends = Pickle(), [0] * ranks
+    tensors = [(".".join(path), path, shape, step) for path, shape, step in parts_of(ranks)]
+
+    def batches(rows: Iterable[T], end: bytes) -> Iterator[T]:
+        for i, row in enumerate(rows):
+            if i and i % 1000 == 0:
+                p.out += end + b"("
+            yield row
+            if len(p.out) > 1 << 20:
+                file.write(p.out)
+                p.out.clear()
+        p.out += end
+
+    p.begin(of + "metadata", "Metadata")
+    p.text("state_dict_metadata")
+    p.begin_dict()
+    for key, _, shape, step in batches(tensors, b"u"):
+        p.text(key)
+        p.begin(of + "metadata", "TensorStorageMetadata")
+        p.text("properties")
+        p.name(of + "metadata", "TensorProperties")
+        p.out += b")\x81"
+        p.memoize()
+        p.out += b"("
+        p.name("torch", "float32")
+        if not p.get("layout"):
+            p.name("torch.serialization", "_get_layout")
+            p.text("torch.strided")
+            p.call("layout")
+        p.out += b"\x89"
+        if not p.get("format"):
+            p.name(of + "metadata", "_MEM_FORMAT_ENCODING")
+            p.number(0)
+            p.call("format")
+        p.out += b"\x89t"
+        p.memoize()
+        p.out += b"b"
+        p.text("size")
+        p.size(shape)
+        p.text("chunks")
+        p.out += b"]"
+        p.memoize()
+        p.out += b"("
+        for first in batches(range(0, shape[0], step), b"e"):
+            p.begin(of + "metadata", "ChunkStorageMetadata")
+            p.text("offsets")
+            p.size((first, *[0] * (len(shape) - 1)))
+            p.text("sizes")
+            p.size((min(step, shape[0] - first), *shape[1:]))
+            p.out += b"ub"
+        p.out += b"ub"
+    p.text("planner_data")
+    p.begin_dict()
+    for key, path, _, _ in batches(tensors, b"u"):
+        p.text(key)
+        p.out += b"(" if len(path) > 3 else b""
+        for part in path:
+            p.text(part)
+        p.out += b"t" if len(path) > 3 else b"\x86"
+        p.memoize()
+    p.text("storage_data")
+    p.begin_dict()
+    for rank, (key, _, shape, step) in batches(product(range(ranks), tensors), b"u"):
+        rows = min(step, shape[0] - rank * step)
+        if rows <= 0:
+            continue
+        length = rows * prod(shape[1:]) * 4 + 1577
+        p.begin(of + "metadata", "MetadataIndex")
+        p.text("fqn")
+        p.text(key, shared=False)
+        p.text("index")
+        p.number(rank)
+        p.text("offset")
+        p.size((rank * step, *[0] * (len(shape) - 1)))
+        p.out += b"ub"
+        p.begin(of + "filesystem", "_StorageInfo")
+        p.text("relative_path")
+        p.text(f"__{rank}_0.distcp")
+        p.text("offset")
+        p.number(ends[rank])
+        p.text("length")
+        p.number(length)
+        p.out += b"ub"
+        ends[rank] += length
+    p.out += b"ub."
+    file.write(p.out)
+    return ends
+
+
+def make(folder: Path, ranks: int) -> None:
+    """The synthetic checkpoint."""
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
     with open(folder / ".metadata", "wb") as f:
-        pickle.dump(Metadata(tensors, paths, storage), f)
+        ends = write_metadata(f, ranks)
     for rank, end in enumerate(ends):
         with open(folder / f"__{rank}_0.distcp", "wb") as f:
             f.truncate(end)
