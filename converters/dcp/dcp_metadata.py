@@ -362,11 +362,17 @@ class _Collector:
         """
         if self.items != self.places:
             raise Corrupt("storage_data of .metadata is not made of (index, info) pairs", code="CKPT0406")
-        for key, start, file, *item in zip(*run, strict=True):
-            self.last = self.stored_at(key)
-            self.last.add_start(start)
-            self.last.add(self.number_of(file), *item)
-        self.places, self.items = self.places + len(run.keys), self.items + len(run.keys)
+        stored, files = self.stored.get, self.files.get
+        for key, start, path, offset, length, transforms in run:
+            found = stored(key) or self.stored_at(key)
+            found.add_start(start)
+            file = files(path)
+            found.add(self.number_of(path) if file is None else file, offset, length, transforms)
+        self.places, self.items = self.places + len(run), self.items + len(run)
+
+    def load_large(self, pickle: RecordCutter) -> Any:
+        """Unpickle what was cut, and collect; return the object at the top."""
+        return pickles.load_large(pickle, self.stand_ins, lambda number: self.collect_run(pickle.take(number)))
 
     def collect_run(self, run: Any) -> Any:
         """Collect what was cut out of a pickle, unless it is inside a plan, and return what stands for it there."""
@@ -485,10 +491,7 @@ def read_index_in_child(path: str) -> Iterator[bytes | memoryview]:
     collector = _Collector()
     file: Any = open(path, "rb") if os.path.isabs(path) else sys.stdin.buffer  # noqa: SIM115
     with file as f:
-        cutter = RecordCutter(f.read)
-        top = pickles.load_large(
-            cutter, collector.stand_ins, lambda number: collector.collect_run(cutter.take(number))
-        )
+        top = collector.load_large(RecordCutter(f.read))
     return _build_index([(top, collector)], path).to_parts()
 
 

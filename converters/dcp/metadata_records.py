@@ -25,19 +25,20 @@ import re
 import struct
 from array import array
 from bisect import bisect_left, bisect_right
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from itertools import chain
 from typing import Any, NamedTuple
 
 from ckpttool.errors import Corrupt, Unsafe
 from ckpttool.formats import pickles
 
-__all__ = ["BoxRun", "PlaceRun", "RecordCutter", "SecondOfPair"]
+__all__ = ["BoxRun", "Place", "PlaceRun", "RecordCutter", "SecondOfPair"]
 
 _BLOCK = 1 << 20  # bytes that are read at once
 _MARGIN = 1 << 14  # bytes of the longest record that is cut out
 _LONG = 1 << 26  # bytes of a long text that are read at once
 _FRAME = 1 << 16  # bytes of instructions that are handed on at once
+_MOST_OUTSIDE = 8  # runs of records that wait for the unpickler
 _MOST_KNOWN = 1 << 16  # Sizes that are kept decoded
 _MOST_KEYS = 8  # entries of the memo with one text that are taken for the name of a field
 
@@ -45,6 +46,7 @@ _INT = rb"(?:K.|M..|J.{4}|\x8a(?:\x05.{5}|\x06.{6}|\x07.{7}|\x08.{8}))"
 _INTS = re.compile(_INT, re.DOTALL)
 _GET = rb"(?:h.|j.{4})"
 _TEXT = rb"\x8c.[^\x94]*+\x94"
+_TEXTS_OF_PAIR = 0, 2, 5  # the groups of its pattern that hold texts
 _TEXTS = re.compile(_TEXT + b"|" + _GET, re.DOTALL)
 #: Instructions that neither set nor get an entry of the memo, and whose length the first byte tells.
 _PLAIN = re.compile(rb"(?:[()}\]\x81\x85-\x89\x8f-\x92NtsubeaR01ld]|K.|M..|J.{4}|G.{8})*+", re.DOTALL)
@@ -63,16 +65,21 @@ class BoxRun(NamedTuple):
     dims: set[int]
 
 
-class PlaceRun(NamedTuple):
-    """Items that follow each other, in columns: flat key, start of the chunk or None, file, offset and length in bytes,
-    transforms."""
+class Place(NamedTuple):
+    """An item: flat key, start of its chunk or None, file, offset and length in bytes, transforms."""
 
-    keys: list[str]
-    starts: list[tuple[int, ...] | None]
-    files: list[str]
-    offsets: list[int]
-    lengths: list[int]
-    transforms: list[list[str]]
+    key: str
+    start: tuple[int, ...] | None
+    file: str
+    offset: int
+    length: int
+    transforms: list[str]
+
+
+class PlaceRun(list[Place]):
+    """Items that follow each other."""
+
+    __slots__ = ()
 
 
 class SecondOfPair:
@@ -117,7 +124,7 @@ class RecordCutter:
         self._next = 0  # number of the next entry of the memo, as the pickler counts
         # entries that are gone with records: where each run of them begins and ends, and how many are gone up to there
         self._begins, self._ends, self._gone = array("q"), array("q"), array("q")
-        self._known_at, self._known = array("q"), list[Any]()  # texts and Sizes in the memo, by number
+        self._known_at, self._known = array("I"), list[Any]()  # texts and Sizes in the memo, by number
         self._sizes: dict[bytes, tuple[tuple[int, ...], int]] = {}
         self._texts: dict[bytes, str] = {}
         self._refs: dict[str, list[bytes]] = {}  # instructions that get a class, or the name of a field
@@ -193,7 +200,7 @@ class RecordCutter:
                         code="CKPT0407",
                     )
                 self._frame_end = None
-            if len(out) >= _FRAME:
+            if len(out) >= _FRAME or len(self._outside) > _MOST_OUTSIDE:
                 yield b"\x95" + _U64.pack(len(out)) + out
                 out.clear()
             found = _PLAIN.match(self._buf, self._pos, self._limit())
@@ -403,21 +410,26 @@ class RecordCutter:
             self._gone.append((self._gone[-1] if self._gone else 0) + self._next - begins)
         return out
 
-    def _match_run(self, pattern: re.Pattern[bytes]) -> list[tuple[bytes, ...]]:
-        """Return the variable parts of the records of one kind that follow each other from here, and go behind them."""
-        rows, match, end = [], pattern.match, self._limit()
-        while True:
-            found = match(self._buf, self._pos, end)
-            if found is None:
-                return rows
+    def _match_run(self, pattern: re.Pattern[bytes], texts: Sequence[int] = ()) -> list[tuple[bytes, ...]]:
+        """Return the variable parts of the records of one kind that follow each other from here, and go behind them.
+
+        `texts` are the numbers of the parts with texts. One of them ends a run if a byte of it is that of MEMOIZE, by
+        which the pattern finds where texts end.
+        """
+        rows, match, end, known = [], pattern.match, self._limit(), self._texts
+        while (found := match(self._buf, self._pos, end)) is not None:
             codes = found.groups(b"")
-            if any(c[:1] == b"\x8c" and len(c) != c[1] + 3 for c in codes):  # a text with the byte of MEMOIZE in it
-                return rows
+            for k in texts:
+                if (code := codes[k]) not in known and any(
+                    t[0] == 0x8C and len(t) != t[1] + 3 for t in _TEXTS.findall(code)
+                ):
+                    return rows
             rows.append(codes)
             self._pos = found.end()
             if len(self._buf) - self._pos < _MARGIN and not self._ended:
                 self._fill()
                 end = self._limit()
+        return rows
 
     def _decode_size(self, code: bytes) -> tuple[tuple[int, ...], int]:
         """Return (the numbers of a Size, how many entries of the memo its instructions set).
@@ -443,16 +455,23 @@ class RecordCutter:
         """Cut out the chunks from here on, and return what stands for them; None if there is none."""
         if not (rows := self._match_run(pattern)):
             return None
-        starts, sizes = [], []
-        own = 2 * len(self._memo)
-        for codes in rows:
-            self._next += own
-            for code, column in zip(codes, (starts, sizes), strict=True):
-                value, entries = self._sizes.get(code) or self._decode_size(code)
-                column.append(value)
-                if entries:
-                    self._next += entries
-                    self._remember(self._next - 1, value)
+        starts, sizes, at = [], [], self._next
+        own, known, remember, number = 2 * len(self._memo), self._sizes.get, self._known.append, self._known_at.append
+        for start, size in rows:
+            at += own
+            value, entries = known(start) or self._decode_size(start)
+            starts.append(value)
+            if entries:
+                at += entries
+                number(at - 1)
+                remember(value)
+            value, entries = known(size) or self._decode_size(size)
+            sizes.append(value)
+            if entries:
+                at += entries
+                number(at - 1)
+                remember(value)
+        self._next = at
         dims = {*map(len, starts), *map(len, sizes)}
         flat = (array("q", chain.from_iterable(column)) for column in (starts, sizes))
         return self._push_outside(BoxRun(len(rows), *flat, dims))
@@ -460,26 +479,23 @@ class RecordCutter:
     def _cut_pairs(self, pattern: re.Pattern[bytes]) -> bytes | None:
         """Cut out the pairs of a place and an item from here on, and return what stands for them; None if there is
         none."""
-        if not (rows := self._match_run(pattern)):
+        if not (rows := self._match_run(pattern, _TEXTS_OF_PAIR)):
             return None
-        run = PlaceRun([], [], [], [], [], [])
-        own = 2 * len(self._memo)
-        for key, start, path, offset, length, transforms in rows:
+        run = PlaceRun()
+        own, known, texts = 2 * len(self._memo), self._sizes.get, self._texts.get
+        for key_code, start, path_code, offset, length, transforms in rows:
             self._next += own
-            run.keys.append(self._text(key))
-            if start in (b"", b"N"):
-                run.starts.append(None)
-            else:
-                value, entries = self._sizes.get(start) or self._decode_size(start)
-                run.starts.append(value)
+            key = self._text(key_code) if key_code[0] == 0x8C else texts(key_code) or self._text(key_code)
+            value: tuple[int, ...] | None = None
+            if start not in (b"", b"N"):
+                value, entries = known(start) or self._decode_size(start)
                 if entries:
                     self._next += entries
                     self._remember(self._next - 1, value)
             self._next += own
-            run.files.append(self._text(path))
-            run.offsets.append(_decode_int(offset))
-            run.lengths.append(_decode_int(length))
-            run.transforms.append(self._transforms(transforms) if transforms else [])
+            path = self._text(path_code) if path_code[0] == 0x8C else texts(path_code) or self._text(path_code)
+            through = self._transforms(transforms) if transforms else []
+            run.append(Place(key, value, path, _decode_int(offset), _decode_int(length), through))
         return self._push_outside(run) + self._push_outside(SecondOfPair())
 
     def _transforms(self, code: bytes) -> list[str]:
