@@ -35,9 +35,10 @@ from typing import Any
 from ..errors import Corrupt, argument
 from ..formats.crc import crc32, crc32_combine
 from ..formats.stored_tensors import decode_number
-from ..index.checkpoint import ITEMSIZE, Checkpoint, Chunks, OtherCopy, Record, TensorEntry
+from ..index.checkpoint import ITEMSIZE, Checkpoint, Chunks, OtherCopy, TensorEntry
 from ..index.draft import Dropped
 from ..index.param_groups import names_by_group
+from ..index.records import are_known, sort_records
 from ..printable import list_first
 from ..storage.buffers import IOBudget
 from ..storage.source import Source
@@ -74,7 +75,7 @@ def refuse_equal_ranks(ckpt: Checkpoint, source: Source) -> None:
     """
     if len(set(ckpt.ranks.values())) < 2:
         return
-    if not all(r.known for r in ckpt.records):  # of a store, of which one item of each file was looked into
+    if not are_known(ckpt.records):  # of a store, of which one item of each file was looked into
         if not _may_be_copies(ckpt):
             return
         source.prove_all()
@@ -136,7 +137,7 @@ def refuse_other_files(ckpt: Checkpoint, source: Source) -> None:
         source.prove_all()
     of_rank = Counter(ckpt.ranks.values())
     several = {f for f, rank in ckpt.ranks.items() if of_rank[rank] > 1} if ckpt.spreads_tensors else set[int]()
-    if not all(r.known for r in ckpt.records):
+    if not are_known(ckpt.records):
         several = set()  # in a store, compared when they were read
     named: dict[int, dict[tuple[int, int], list[Piece]]] = {}
     find = _make_record_finder(ckpt) if longer or several else None
@@ -202,13 +203,7 @@ def _crc_of_zeros(n: int) -> int:
 def _make_record_finder(ckpt: Checkpoint) -> Callable[[TensorEntry, int], Sum | None]:
     """Return a function of a tensor and the number of a chunk in it, which finds the record that contains the chunk:
     (length of the record, its CRC32, offset of the chunk in it), or None if there is none."""
-    by_file: dict[int, list[Record]] = {}
-    for r in ckpt.records:
-        by_file.setdefault(r.extent.file, []).append(r)
-    starts = {}
-    for file, records in by_file.items():
-        records.sort(key=lambda r: r.extent.offset)
-        starts[file] = [r.extent.offset for r in records]
+    by_file = sort_records(ckpt.records)
 
     def find(t: TensorEntry, row: int) -> Sum | None:
         """Find the record that a chunk lies in, as (length, CRC32, offset of the chunk in it); None if there is
@@ -217,14 +212,12 @@ def _make_record_finder(ckpt: Checkpoint) -> Callable[[TensorEntry, int], Sum | 
         if (zstd := c.zstd.get(row)) is not None:
             return None if zstd[1] is None else (prod(c.shape_of(row)) * ITEMSIZE[t.dtype], zstd[1], 0)
         file, offset = c.file[row], c.offset[row]
-        k = bisect_right(starts.get(file, ()), offset) - 1
-        if k < 0:
+        if (r := by_file.get(file)) is None or (k := bisect_right(r.offset, offset) - 1) < 0:
             return None
-        r = by_file[file][k]
-        inside = offset - r.extent.offset
-        if not r.known:
+        inside = offset - r.offset[k]
+        if k in r.later and not r.later[k].known:
             return None
-        return (r.extent.length, r.crc32, inside) if inside + c.length[row] <= r.extent.length else None
+        return (r.length[k], r[k].crc32, inside) if inside + c.length[row] <= r.length[k] else None
 
     return find
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable, Iterable, Iterator, KeysView, Mapping
+from collections.abc import Callable, Iterable, Iterator, KeysView, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Unpack
 
@@ -16,6 +16,7 @@ from ..index.check import check
 from ..index.checkpoint import Checkpoint, Record, Salvage, Value, joined, ranks_without_rng_state, tied_weights
 from ..index.draft import Dropped
 from ..index.param_groups import names_by_group
+from ..index.records import Records, sort_records
 from ..index.selection import NOT_RESUMED, EntrySelection, explain_no_match
 from ..options import MergeRequest, OpenKeywords, OpenOptions, list_keywords
 from ..printable import count_noun, list_first
@@ -91,7 +92,7 @@ class OpenCheckpoint(Mapping[str, "TensorHandle"]):
     # values that ckpttool had to add when it wrote the files, and that are no part of the state
     of_layout: set[str] = field(default_factory=set)
     _record: list[Recorded | None] = field(default_factory=list)
-    _by_file: tuple[list[Record], dict[int, list[Record]]] | None = None
+    _by_file: tuple[Sequence[Record], dict[int, Records]] | None = None
     _locating: Any = field(default_factory=threading.RLock)
 
     @property
@@ -275,10 +276,7 @@ class OpenCheckpoint(Mapping[str, "TensorHandle"]):
         records = self.locate().records
         with self._locating:
             if self._by_file is None or self._by_file[0] is not records:
-                found: dict[int, list[Record]] = {}
-                for r in records:
-                    found.setdefault(r.extent.file, []).append(r)
-                self._by_file = records, found
+                self._by_file = records, sort_records(records)
             return [r for f in files for r in self._by_file[1].get(f, ())]
 
     def read(self, name: str) -> bytes:

@@ -19,12 +19,15 @@ from array import array
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from math import prod
-from typing import Any, NamedTuple, TypeVar, overload
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar, overload
 
 from ..errors import Corrupt, UsageError
 from ..printable import count_noun
 from .paths import HasPath, Number, Path, joined
 from .trainer_trees import fuses_parameters
+
+if TYPE_CHECKING:
+    from .records import Records
 
 __all__ = [
     "FLOATING",
@@ -450,7 +453,7 @@ class Checkpoint:
     sizes: list[int]
     tensors: dict[str, TensorEntry]
     values: dict[str, Value]
-    records: list[Record] = field(default_factory=list)
+    records: list[Record] | Records = field(default_factory=list)
     origin: dict[Path, Path] = field(default_factory=dict)
     trainer: str | None = None
     config: dict[str, Any] | None = None  # the config.json of the model, if there is one next to the weights

@@ -25,7 +25,7 @@ from __future__ import annotations
 
 import itertools
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -177,11 +177,12 @@ def _find_uncovered(source: Source, index: Index, sizes: list[int]) -> tuple[dic
     each file of the index.
     """
     last, covered = [0] * len(sizes), [0] * len(sizes)
-    items = [
-        *(row for _, _, _, c in index.tensors for row in zip(c.file, c.offset, c.length, strict=True)),
-        *(v[1:4] for v in index.values),
-    ]
-    for file, offset, length in [*items, *(copy for _, copy in index.copies)]:
+    items: Iterable[Iterable[tuple[int, int, int]]] = (
+        *(zip(c.file, c.offset, c.length, strict=True) for _, _, _, c in index.tensors),
+        (v[1:4] for v in index.values),
+        (copy for _, copy in index.copies),
+    )
+    for file, offset, length in itertools.chain.from_iterable(items):
         last[file] = max(last[file], offset + length)
         covered[file] += length
     odd = [f for f, size in enumerate(sizes) if covered[f] < size and not _is_safetensors(source, index.files[f])]

@@ -242,9 +242,7 @@ class _Item(_Single):
         if not isinstance(path, str):
             raise TypeError("relative_path")
         transforms = state.get("transform_descriptors")
-        if transforms and (
-            not isinstance(transforms, (list, tuple)) or not all(type(t) is str for t in transforms)
-        ):
+        if transforms and (not isinstance(transforms, (list, tuple)) or not all(type(t) is str for t in transforms)):
             raise TypeError("transform_descriptors")
         collect.last.add(collect.number_of(path), state["offset"], state["length"], transforms)
         collect.items += 1
@@ -510,9 +508,9 @@ def read_index(source: Source) -> Index:
     if len(names) == 1 and source.size(names[0]) > _LARGE_BYTES:
         where, size = f"{source.root}/{names[0]}", source.size(names[0])
         blocks = () if source.local else range(0, size, _BLOCK)
-        data = (source.read(names[0], at, min(_BLOCK, size - at)) for at in blocks)
+        pickle = (source.read(names[0], at, min(_BLOCK, size - at)) for at in blocks)
         function = "ckpttool.converters.dcp.dcp_metadata:read_index_in_child"
-        return stream_from_child(function, where, size, data, Index.read_from)
+        return stream_from_child(function, where, size, pickle, Index.read_from)
     tops = []
     for n in names:
         what = f"{source.root}/{n}"

@@ -23,7 +23,8 @@ from ckpttool.formats import stored_tensors, torch_zip, zip_bytes
 from ckpttool.formats.pickles import Opaque
 from ckpttool.formats.subclasses import is_subclass
 from ckpttool.index import boxes
-from ckpttool.index.checkpoint import ITEMSIZE, Chunks, Extent, Record, TensorEntry
+from ckpttool.index.checkpoint import ITEMSIZE, Chunks, Extent, TensorEntry
+from ckpttool.index.records import Records
 from ckpttool.storage.frames import FrameRead, LaterRecord, Proof
 from ckpttool.storage.source import ReadAt, Source
 
@@ -180,7 +181,7 @@ class Items:
     def __init__(self, source: Source, files: list[str]) -> None:
         """Keep the source and the names of its files, by number."""
         self.source, self.files = source, files
-        self.records: list[Record] = []
+        self.records = Records()
         self.wrappers: dict[str, str] = {}
         self._templates: dict[tuple[str, tuple[int, ...], int], list[Template]] = {}
         self._windows: OrderedDict[int, tuple[int, bytes]] = OrderedDict()
@@ -347,7 +348,7 @@ class Items:
                 if crc is not None:
                     start, n = found.payload
                     if crc:
-                        self.records.append(Record(Extent(file, offset + start, n), crc))
+                        self.records.add(file, offset + start, n, crc)
                     out.offset.append(offset + found.at)
                     out.length.append(found.nbytes)
                     if found.strides is not None:
@@ -359,7 +360,7 @@ class Items:
                 tensor = self._parse_item(name, t.dtype, shape, file, offset, length, head, tail)
                 storage = tensor.storage
                 if storage.crc32 is not None:
-                    self.records.append(Record(Extent(file, storage.offset, storage.length), storage.crc32))
+                    self.records.add(file, storage.offset, storage.length, storage.crc32)
                 at, n = tensor.extent
                 out.offset.append(at)
                 out.length.append(n)

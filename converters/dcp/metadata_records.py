@@ -44,12 +44,17 @@ _MOST_KEYS = 8  # entries of the memo with one text that are taken for the name 
 
 _INT = rb"(?:K.|M..|J.{4}|\x8a(?:\x05.{5}|\x06.{6}|\x07.{7}|\x08.{8}))"
 _INTS = re.compile(_INT, re.DOTALL)
+_TUPLES = (1, b"\x85"), (2, b"\x86"), (3, b"\x87")
 _GET = rb"(?:h.|j.{4})"
 _TEXT = rb"\x8c.[^\x94]*+\x94"
 _TEXTS_OF_PAIR = 0, 2, 5  # the groups of its pattern that hold texts
 _TEXTS = re.compile(_TEXT + b"|" + _GET, re.DOTALL)
 #: Instructions that neither set nor get an entry of the memo, and whose length the first byte tells.
 _PLAIN = re.compile(rb"(?:[()}\]\x81\x85-\x89\x8f-\x92NtsubeaR01ld]|K.|M..|J.{4}|G.{8})*+", re.DOTALL)
+_PLAIN_BYTES = {0x4B: 2, 0x4D: 3, 0x4A: 5, 0x47: 9}  # BININT1, BININT2, BININT, BINFLOAT
+_MEMO_BYTES = {0x94: 1, 0x71: 2, 0x72: 5}
+#: {instruction: (bytes of the length behind it, whether it pushes a text)}
+_COUNTED = {0x8C: (1, True), 0x58: (4, True), 0x8D: (8, True), 0x43: (1, False), 0x42: (4, False), 0x8A: (1, False)}
 _FIELDS = (b"offsets", b"sizes", b"fqn", b"index", b"offset", b"relative_path", b"length", b"transform_descriptors")
 _CLASSES = {"ChunkStorageMetadata": "box", "MetadataIndex": "place", "_StorageInfo": "item", "Size": "size"}
 _U16, _I32, _U32, _U64 = (struct.Struct(f) for f in ("<H", "<i", "<I", "<Q"))
@@ -103,6 +108,12 @@ def _decode_int(code: bytes) -> int:
     return int.from_bytes(code[1 if code[0] == 0x4A else 2 :], "little", signed=True)
 
 
+def _crosses_frame() -> Corrupt:
+    """Return the error for an instruction behind whose first byte a frame ends: Python's own unpickler, which reads a
+    frame at a time, loses its place there."""
+    return Corrupt("an instruction of the pickle crosses the end of its frame.", code="CKPT0407")
+
+
 def _number_of(code: bytes) -> int:
     """Return the number of the entry that an instruction gets from the memo."""
     return int.from_bytes(code[1:], "little")
@@ -132,6 +143,9 @@ class RecordCutter:
         self._patterns: _Patterns | None = _Patterns(None, None, None)  # None: to be made of the references
         self._outside: dict[int, Any] = {}
         self._given = 0
+        self._pushed: list[str] = ["", ""]  # the last two instructions, if they push texts
+        self._last: Any = None  # the text or class that the last instruction pushed
+        self._stopped = False
         self._frames, self._ready, self._at = self._cut(), b"", 0
 
     def read(self, n: int) -> bytes:
@@ -188,17 +202,12 @@ class RecordCutter:
         """
         yield b"\x80\x04"
         out = bytearray()
-        texts: list[str] = ["", ""]  # the last two that were pushed
-        last: Any = None  # the text or class that was pushed last, until it is in the memo
-        while True:
+        while not self._stopped:
             self._fill()
             here = self._base + self._pos
             if self._frame_end is not None and here >= self._frame_end:
                 if here > self._frame_end:
-                    raise Corrupt(
-                        f"an instruction of the pickle crosses the end of its frame at byte {self._frame_end}.",
-                        code="CKPT0407",
-                    )
+                    raise _crosses_frame()
                 self._frame_end = None
             if len(out) >= _FRAME or len(self._outside) > _MOST_OUTSIDE:
                 yield b"\x95" + _U64.pack(len(out)) + out
@@ -207,73 +216,77 @@ class RecordCutter:
             if found is not None and found.end() > self._pos:
                 out += found[0]
                 self._pos = found.end()
-                texts, last = ["", ""], None
-                continue
-            self._need(1)
-            op = self._buf[self._pos]
-            if op in (0x68, 0x6A):  # BINGET, LONG_BINGET
-                n = 2 if op == 0x68 else 5
-                self._need(n)
-                code = self._buf[self._pos : self._pos + n]
-                last = None
-                if (cut := self._cut_records(code)) is not None:
-                    out += cut
-                    texts = ["", ""]
-                    continue
-                self._pos += n
-                out += self._get(_number_of(code))
-                known = self._value(_number_of(code))
-                texts = [texts[1], known if isinstance(known, str) else ""]
-            elif op in (0x94, 0x71, 0x72):  # MEMOIZE, BINPUT, LONG_BINPUT
-                n = {0x94: 1, 0x71: 2, 0x72: 5}[op]
-                self._need(n)
-                number = self._buf[self._pos + 1 : self._pos + n]
-                if number and int.from_bytes(number, "little") != self._next:
-                    raise Corrupt("entries of the memo of the pickle are not in order.", code="CKPT0407")
-                self._pos += n
-                out += b"\x94"
-                self._set(last)
-                last = None
-            elif op in (0x8C, 0x58, 0x8D):  # SHORT_BINUNICODE, BINUNICODE, BINUNICODE8
-                n = {0x8C: 2, 0x58: 5, 0x8D: 9}[op]
-                self._need(n)
-                n += int.from_bytes(self._buf[self._pos + 1 : self._pos + n], "little")
-                code = self._take(n)
-                last = code[{0x8C: 2, 0x58: 5, 0x8D: 9}[op] :].decode("utf-8", "surrogatepass")
-                texts = [texts[1], last]
-                out += code
-            elif op == 0x93:  # STACK_GLOBAL
-                out += self._take(1)
-                last = pickles.Global(*texts)
-            elif op == 0x63:  # GLOBAL
-                code = self._take_lines()
-                last = pickles.Global(*code[1:-1].decode("utf-8").split("\n"))
-                out += code
-            elif op == 0x8A:  # LONG1
-                self._need(2)
-                out += self._take(2 + self._buf[self._pos + 1])
-            elif op in (0x42, 0x43):  # BINBYTES, SHORT_BINBYTES
-                n = 5 if op == 0x42 else 2
-                self._need(n)
-                out += self._take(n + int.from_bytes(self._buf[self._pos + 1 : self._pos + n], "little"))
-            elif op == 0x95:  # FRAME
-                code = self._take(9)
-                self._frame_end = self._base + self._pos + int(_U64.unpack_from(code, 1)[0])
-            elif op == 0x80:  # PROTO
-                if (version := self._take(2)[1]) > 5:
-                    raise Corrupt(f"pickle protocol {version}.", code="CKPT0407")
-                self._memo = b"\x94" if version >= 4 else b""
-            elif op == 0x2E:  # STOP
-                out += b"."
-                yield b"\x95" + _U64.pack(len(out)) + out
-                return
-            elif op == 0x51:
-                raise Unsafe("the pickle refers to an object outside of it.", code="CKPT0701")
-            elif op in b"KMJG":
-                self._need({0x4B: 2, 0x4D: 3, 0x4A: 5, 0x47: 9}[op])
-                raise Corrupt("an instruction of the pickle crosses the end of its frame.", code="CKPT0407")
+                self._pushed, self._last = ["", ""], None
             else:
-                raise Unsafe(f"pickle instruction 0x{op:02x}, which no checkpoint needs.", code="CKPT0701")
+                self._need(1)
+                out += self._read_instruction(self._buf[self._pos])
+        yield b"\x95" + _U64.pack(len(out)) + out
+
+    def _read_instruction(self, op: int) -> bytes:
+        """Go behind an instruction that is not `_PLAIN`, or behind the records that begin with it, and return what is
+        handed on. `op` is its first byte.
+
+        Raises:
+            Corrupt: no pickler writes it. Unsafe: it refers to an object outside of the pickle, or is none that a
+                checkpoint needs.
+        """
+        if op in (0x68, 0x6A):  # BINGET, LONG_BINGET
+            return self._read_get(2 if op == 0x68 else 5)
+        if op in _MEMO_BYTES:  # MEMOIZE, BINPUT, LONG_BINPUT
+            number = self._take(_MEMO_BYTES[op])[1:]
+            if number and int.from_bytes(number, "little") != self._next:
+                raise Corrupt("entries of the memo of the pickle are not in order.", code="CKPT0407")
+            self._set(self._last)
+            self._last = None
+            return b"\x94"
+        last, self._last = self._last, None
+        if op in _COUNTED:  # texts and bytes
+            width, is_text = _COUNTED[op]
+            self._need(1 + width)
+            code = self._take(1 + width + int.from_bytes(self._buf[self._pos + 1 : self._pos + 1 + width], "little"))
+            if is_text:
+                self._last = code[1 + width :].decode("utf-8", "surrogatepass")
+                self._pushed = [self._pushed[1], self._last]
+            return code
+        if op == 0x93:  # STACK_GLOBAL
+            self._last = pickles.Global(*self._pushed)
+            return self._take(1)
+        if op == 0x63:  # GLOBAL
+            code = self._take_lines()
+            self._last = pickles.Global(*code[1:-1].decode("utf-8").split("\n"))
+            return code
+        if op == 0x95:  # FRAME
+            self._frame_end = int(_U64.unpack_from(self._take(9), 1)[0]) + self._base + self._pos
+            self._last = last
+            return b""
+        if op == 0x80:  # PROTO
+            if (version := self._take(2)[1]) > 5:
+                raise Corrupt(f"pickle protocol {version}.", code="CKPT0407")
+            self._memo = b"\x94" if version >= 4 else b""
+            return b""
+        if op == 0x2E:
+            self._stopped = True
+            return self._take(1)
+        if op == 0x51:
+            raise Unsafe("the pickle refers to an object outside of it.", code="CKPT0701")
+        if op in _PLAIN_BYTES:  # which the end of the pickle, or of its frame, cuts off
+            self._need(_PLAIN_BYTES[op])
+            raise _crosses_frame()
+        raise Unsafe(f"pickle instruction 0x{op:02x}, which no checkpoint needs.", code="CKPT0701")
+
+    def _read_get(self, n: int) -> bytes:
+        """Go behind an instruction of `n` bytes that gets an entry of the memo, or behind the records that begin with
+        it, and return what is handed on."""
+        self._need(n)
+        code = self._buf[self._pos : self._pos + n]
+        self._last = None
+        if (cut := self._cut_records(code)) is not None:
+            self._pushed = ["", ""]
+            return cut
+        self._pos += n
+        known = self._value(_number_of(code))
+        self._pushed = [self._pushed[1], known if isinstance(known, str) else ""]
+        return self._get(_number_of(code))
 
     def _limit(self) -> int:
         """Return the position in the buffer where the frame ends, or the buffer."""
@@ -353,10 +366,7 @@ class RecordCutter:
             known = [p for p in parts if p is not None]
             return re.compile(b"".join(known), re.DOTALL) if len(known) == len(parts) else None
 
-        numbers = b"|".join(
-            (b"\\)", _INT + b"\x85" + memo, _INT * 2 + b"\x86" + memo, _INT * 3 + b"\x87" + memo)
-            + (b"\\(" + _INT + b"{4,64}t" + memo,)
-        )
+        numbers = b"|".join((b"\\)", *(_INT * n + op + memo for n, op in _TUPLES), b"\\(" + _INT + b"{4,64}t" + memo))
         of_size = ref("size")
         size = None if of_size is None else of_size + b"(?:" + numbers + b")\x85" + memo + b"R" + memo
         size_or_get = None if size is None else b"(" + size + b"|" + _GET + b")"
@@ -416,7 +426,8 @@ class RecordCutter:
         `texts` are the numbers of the parts with texts. One of them ends a run if a byte of it is that of MEMOIZE, by
         which the pattern finds where texts end.
         """
-        rows, match, end, known = [], pattern.match, self._limit(), self._texts
+        rows: list[tuple[bytes, ...]] = []
+        match, end, known = pattern.match, self._limit(), self._texts
         while (found := match(self._buf, self._pos, end)) is not None:
             codes = found.groups(b"")
             for k in texts:
@@ -473,7 +484,7 @@ class RecordCutter:
                 remember(value)
         self._next = at
         dims = {*map(len, starts), *map(len, sizes)}
-        flat = (array("q", chain.from_iterable(column)) for column in (starts, sizes))
+        flat = array("q", chain.from_iterable(starts)), array("q", chain.from_iterable(sizes))
         return self._push_outside(BoxRun(len(rows), *flat, dims))
 
     def _cut_pairs(self, pattern: re.Pattern[bytes]) -> bytes | None:

@@ -26,6 +26,7 @@ from ckpttool.index import boxes, composites
 from ckpttool.index.checkpoint import ITEMSIZE, Chunks, Extent, Path, Record, TensorEntry, joined
 from ckpttool.index.composites import PLAIN, CannotCut, Composite
 from ckpttool.index.draft import Written
+from ckpttool.index.records import Records
 from ckpttool.storage.source import Source
 
 from .items import HEAD, TAIL, read_known
@@ -70,7 +71,7 @@ class _Part(NamedTuple):
 
 
 def read_object(
-    source: Source, files: Sequence[str], sizes: Sequence[int], t: TensorEntry, records: list[Record]
+    source: Source, files: Sequence[str], sizes: Sequence[int], t: TensorEntry, records: list[Record] | Records
 ) -> Composite | None:
     """Return the object of a tensor subclass whose parts are the items of `t`, one part a rank.
 
@@ -151,7 +152,7 @@ def _refusal(name: str, about: Mapping[str, object], why: str) -> Unsupported:
     )
 
 
-def _join_parts(t: TensorEntry, parts: list[_Part], records: list[Record]) -> Composite:
+def _join_parts(t: TensorEntry, parts: list[_Part], records: list[Record] | Records) -> Composite:
     """Join the parts that ranks saved of one object. The CRC32s of its tensors go to `records`.
 
     Raises:
@@ -199,7 +200,7 @@ def _join_parts(t: TensorEntry, parts: list[_Part], records: list[Record]) -> Co
 
 
 def _join_mixed(
-    t: TensorEntry, parts: list[_Part], dense: list[tuple[int, int, StoredTensor, int]], records: list[Record]
+    t: TensorEntry, parts: list[_Part], dense: list[tuple[int, int, StoredTensor, int]], records: list[Record] | Records
 ) -> Composite:
     """Join the parts of an object of which some ranks have plain tensors.
 

@@ -195,7 +195,7 @@ class _Section:
         """
         wanted = {f"model.{k}": self.tensors[k] for k in keys}
         found = dcp.locate(replace(self.ckpt, tensors=wanted, values={}, records=[]), self.source)
-        self.ckpt.records += found.records
+        self.ckpt.records.extend(found.records)
         return {k: found.tensors[f"model.{k}"] for k in keys}
 
     def paths_of(self, key: str) -> list[Path]:

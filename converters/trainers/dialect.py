@@ -596,7 +596,7 @@ def _add(out: Checkpoint, found: Checkpoint, part: DirectoryPart) -> None:
     for v in found.values.values():
         path = (v.path[0], *part.under, *v.path[1:])
         out.values[joined(path)] = Value(path, v.data)
-    out.records += [r.moved(by) for r in found.records]
+    out.records.extend(r.moved(by) for r in found.records)
     out.ranks |= {file + by: rank for file, rank in found.ranks.items()}
     out.spreads_tensors |= found.spreads_tensors
     out.tails |= {file + by: n for file, n in found.tails.items()}

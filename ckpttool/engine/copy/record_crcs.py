@@ -9,6 +9,7 @@ from operator import itemgetter
 
 from ...formats.crc import crc32, crc32_combine
 from ...index.checkpoint import Record
+from ...index.records import sort_records
 
 __all__ = ["CrcMismatch", "CrcVerifier"]
 
@@ -21,11 +22,8 @@ class CrcVerifier:
     """Checks the CRC32s of records while their bytes are read, in any order and in any pieces."""
 
     def __init__(self, records: Sequence[Record]) -> None:
-        by_file: dict[int, list[Record]] = {}
-        for r in records:
-            by_file.setdefault(r.extent.file, []).append(r)
-        self._records = {f: sorted(rs, key=lambda r: r.extent.offset) for f, rs in by_file.items()}
-        self._starts = {f: [r.extent.offset for r in rs] for f, rs in self._records.items()}
+        self._records = sort_records(records)
+        self._starts = {f: rs.offset for f, rs in self._records.items()}
         #: {(file, number of the record): [(start, end, crc)], sorted}
         self._seen: dict[tuple[int, int], list[tuple[int, int, int]]] = {}
         self._done: set[tuple[int, int]] = set()
