@@ -22,13 +22,13 @@ from typing import BinaryIO, TypeVar
 
 T = TypeVar("T")
 
-HIDDEN, INNER, LAYERS, VOCAB = 8192, 28672, 80, 128256
+HIDDEN, INNER, VOCAB = 8192, 28672, 128256
 
 
-def shapes() -> dict[str, tuple[int, ...]]:
-    """Parameters of a 70B llama."""
+def shapes(layers: int) -> dict[str, tuple[int, ...]]:
+    """Parameters of a llama: with 80 layers, of that of 70B."""
     out: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (VOCAB, HIDDEN)}
-    for i in range(LAYERS):
+    for i in range(layers):
         at = f"model.layers.{i}."
         out |= {
             at + "self_attn.q_proj.weight": (HIDDEN, HIDDEN),
@@ -44,9 +44,9 @@ def shapes() -> dict[str, tuple[int, ...]]:
     return out | {"model.norm.weight": (HIDDEN,), "lm_head.weight": (VOCAB, HIDDEN)}
 
 
-def parts_of(ranks: int) -> Iterator[tuple[tuple[str, ...], tuple[int, ...], int]]:
+def parts_of(ranks: int, layers: int) -> Iterator[tuple[tuple[str, ...], tuple[int, ...], int]]:
     """Path, shape and rows of a rank of every tensor: weights, and the two moments of Adam."""
-    for fqn, shape in shapes().items():
+    for fqn, shape in shapes(layers).items():
         for path in (("model", fqn), ("optim", "state", fqn, "exp_avg"), ("optim", "state", fqn, "exp_avg_sq")):
             yield path, shape, -(-shape[0] // ranks)
 
@@ -117,12 +117,12 @@ class Pickle:
         self.out += b"("
 
 
-def write_metadata(file: BinaryIO, ranks: int) -> list[int]:
+def write_metadata(file: BinaryIO, ranks: int, layers: int = 80) -> list[int]:
     """Write the .metadata as torch does it when every rank has sent its part: texts and sizes of each are its own.
     Returns the bytes of each rank's file."""
     of = "torch.distributed.checkpoint."
     p, ends = Pickle(), [0] * ranks
-    tensors = [(".".join(path), path, shape, step) for path, shape, step in parts_of(ranks)]
+    tensors = [(".".join(path), path, shape, step) for path, shape, step in parts_of(ranks, layers)]
 
     def batches(rows: Iterable[T], end: bytes) -> Iterator[T]:
         for i, row in enumerate(rows):
@@ -210,12 +210,12 @@ def write_metadata(file: BinaryIO, ranks: int) -> list[int]:
     return ends
 
 
-def make(folder: Path, ranks: int) -> None:
+def make(folder: Path, ranks: int, layers: int) -> None:
     """The synthetic checkpoint."""
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
     with open(folder / ".metadata", "wb") as f:
-        ends = write_metadata(f, ranks)
+        ends = write_metadata(f, ranks, layers)
     for rank, end in enumerate(ends):
         with open(folder / f"__{rank}_0.distcp", "wb") as f:
             f.truncate(end)
@@ -256,12 +256,13 @@ def main() -> None:
     """Make it where it is not there yet, then measure."""
     ap = argparse.ArgumentParser(description=__doc__)
     ap.add_argument("--ranks", type=int, default=512)
+    ap.add_argument("--layers", type=int, default=80, help="58 at 8192 ranks are ten million chunks")
     ap.add_argument("--work", type=Path, default=Path(__file__).resolve().parent.parent / "bench-data")
     ap.add_argument("--torch", action="store_true", help="measure torch's loader too")
     a = ap.parse_args()
-    folder = a.work / f"index-{a.ranks}"
+    folder = a.work / f"index-{a.ranks}-{a.layers}"
     if not (folder / ".metadata").exists():
-        make(folder, a.ranks)
+        make(folder, a.ranks, a.layers)
     print(f".metadata: {(folder / '.metadata').stat().st_size / 1e6:.0f} MB")
     for code in [CODE] + ([TORCH] if a.torch else []):
         began = time.monotonic()

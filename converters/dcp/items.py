@@ -324,11 +324,11 @@ class Items:
         """
         old = t.chunks
         out = Chunks(old.ndim)
-        out.start, out.shape, out.file = old.start[:], old.shape[:], old.file[:]
+        out.start, out.shape, out.file = old.start, old.shape, old.file  # which nobody changes any more
         if t.coding == "torch.save+zstd":
             places = zip(old.boxes(), old.file, old.offset, old.length, strict=True)
             out.zstd = {k: self._find_in_zstd(name, t, box[1], *place) for k, (box, *place) in enumerate(places)}
-            out.offset, out.length = old.offset[:], old.length[:]
+            out.offset, out.length = old.offset, old.length
             return out
         strided: dict[int, tuple[int, ...]] = {}
         templates: list[Template] = []
