@@ -1,7 +1,8 @@
 """The `.metadata` of a DCP folder, read into columns; dcp/__init__.py describes the format.
 
 Up to 2 MiB it is read by our own pickle parser, above that by the C unpickler in a limited child process, with the same
-stand-ins for torch's classes, so that its million objects never exist at once.
+stand-ins for torch's classes. Before that, the records of chunks and items are cut out of it (metadata_records.py), so
+that its million objects never exist at once.
 """
 
 from __future__ import annotations

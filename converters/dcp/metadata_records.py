@@ -32,7 +32,7 @@ from typing import Any, NamedTuple
 from ckpttool.errors import Corrupt, Unsafe
 from ckpttool.formats import pickles
 
-__all__ = ["BoxRun", "Place", "PlaceRun", "RecordCutter", "SecondOfPair"]
+__all__ = ["BoxRun", "PlaceRun", "PlacedItem", "RecordCutter", "SecondOfPair"]
 
 _BLOCK = 1 << 20  # bytes that are read at once
 _MARGIN = 1 << 14  # bytes of the longest record that is cut out
@@ -70,7 +70,7 @@ class BoxRun(NamedTuple):
     dims: set[int]
 
 
-class Place(NamedTuple):
+class PlacedItem(NamedTuple):
     """An item: flat key, start of its chunk or None, file, offset and length in bytes, transforms."""
 
     key: str
@@ -81,7 +81,7 @@ class Place(NamedTuple):
     transforms: list[str]
 
 
-class PlaceRun(list[Place]):
+class PlaceRun(list[PlacedItem]):
     """Items that follow each other."""
 
     __slots__ = ()
@@ -506,7 +506,7 @@ class RecordCutter:
             self._next += own
             path = self._text(path_code) if path_code[0] == 0x8C else texts(path_code) or self._text(path_code)
             through = self._transforms(transforms) if transforms else []
-            run.append(Place(key, value, path, _decode_int(offset), _decode_int(length), through))
+            run.append(PlacedItem(key, value, path, _decode_int(offset), _decode_int(length), through))
         return self._push_outside(run) + self._push_outside(SecondOfPair())
 
     def _transforms(self, code: bytes) -> list[str]:
