@@ -76,8 +76,11 @@ def apply_name_map(
     found = _choose_trainer_map(ckpt, known) if asked is None else maps.load(asked)
     if found is None:
         return ckpt, source
-    text = (known or {}).get("text_config")
-    known = {**(known or {}), **(text if isinstance(text, dict) else {})}
+    whole = known or {}
+    text = whole.get("text_config")
+    known = {**whole, **(text if isinstance(text, dict) else {})}
+    if whole.get("model_type") in found.models:  # the map is of the whole model, vision with text
+        known["model_type"] = whole["model_type"]
     job = read_job_arguments(ckpt, source)
     notes = check_premises(found, job, known, config)
     found = found.of_job(job[0])

@@ -44,14 +44,14 @@ def check_expression(expression: str, where: str, *, size: bool = False) -> None
 
     Args:
         where: what the message begins with: the place of the text.
-        size: whether it must be a size: of whole numbers and keys alone, without text, comparisons and dotted keys.
+        size: whether it must be a size: of whole numbers and keys alone, without text and comparisons.
 
     Raises:
         UsageError: it is no such expression.
     """
     try:
         _parse(expression)
-        if not (size and re.search(r"['.]|\b(?:is|or|true|false)\b", expression)):
+        if not (size and re.search(r"'|(?<![\w.])\d+\.|\b(?:is|or|true|false)\b", expression)):
             return
     except (IndexError, RecursionError):
         pass
@@ -170,7 +170,7 @@ def evaluate_size(expression: str, config: Mapping[str, object]) -> int | None:
         UsageError: it is not an expression of sizes, a division has no whole result, or a difference is less than 0.
     """
     check_expression(expression, "size", size=True)
-    found = evaluate(expression, {k: v for k in keys_of(expression) if type(v := config.get(k)) is int and v >= 0})
+    found = evaluate(expression, {k: v for k in keys_of(expression) if type(v := _look_up(k, config)) is int and v >= 0})
     return found if type(found) is int else None
 
 
