@@ -170,7 +170,9 @@ def evaluate_size(expression: str, config: Mapping[str, object]) -> int | None:
         UsageError: it is not an expression of sizes, a division has no whole result, or a difference is less than 0.
     """
     check_expression(expression, "size", size=True)
-    found = evaluate(expression, {k: v for k in keys_of(expression) if type(v := _look_up(k, config)) is int and v >= 0})
+    found = evaluate(
+        expression, {k: v for k in keys_of(expression) if type(v := _look_up(k, config)) is int and v >= 0}
+    )
     return found if type(found) is int else None
 
 

@@ -453,15 +453,16 @@ def test_no_map_and_no_such_map(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("expression", "value"),
     [("a", 6), ("7", 7), ("a / 2 | b", 3), ("c | a", 6), ("c | c", None), ("a - 2 - 1", 3), ("a - (2 - 1)", 5), ("2 + a * 2", 14), ("(2+a)*2", 16),
-     ("a / 2 / 3", 1), ("d / 2 | e / f / 2", 4), ("c + 1", None), ("²", None)],
+     ("a / 2 / 3", 1), ("d / 2 | e / f / 2", 4), ("c + 1", None), ("²", None), ("g.h * 2", 8), ("g.i | a", 6),
+     ("g | a", 6)],
 )  # fmt: skip
 def test_sizes_are_expressions_of_the_config(expression: str, value: int | None) -> None:
-    assert evaluate_size(expression, {"a": 6, "b": 1, "e": 16, "f": 2}) == value
+    assert evaluate_size(expression, {"a": 6, "b": 1, "e": 16, "f": 2, "g": {"h": 4}}) == value
 
 
 @pytest.mark.parametrize(
     "expression",
-    ["", "a b", "a +", "(a", "a)", "a ** 2", "a.b", "-a", "1.5", "'a'", "(" * 300, "a" * 400, "()", "a || b"],
+    ["", "a b", "a +", "(a", "a)", "a ** 2", "-a", "1.5", "a + 1.", "'a'", "(" * 300, "a" * 400, "()", "a || b"],
 )
 def test_what_is_no_expression_is_refused(expression: str) -> None:
     with pytest.raises(UsageError, match=r"not of|not an expression"):

@@ -20,6 +20,7 @@ import ckpttool
 from fixtures import map_jobs, newer_models
 
 pytest.importorskip("torchtitan", reason="torchtitan is installed by `make test`")
+pytest.importorskip("megatron.core", reason="megatron-core is installed by `make test`", exc_type=ImportError)
 pytestmark = [pytest.mark.live]
 
 
@@ -42,7 +43,10 @@ class Job(NamedTuple):
         return found
 
 
-MAPS = {"titan-qwen35": "torchtitan-qwen3-5", "titan-qwen35-moe": "torchtitan-qwen3-5"}
+MAPS = {
+    "titan-qwen35": "torchtitan-qwen3-5", "titan-qwen35-moe": "torchtitan-qwen3-5", "titan-kimi-k25": "torchtitan-kimi-k25",
+    "mcore-glm4-moe": "megatron-glm4-moe",
+}  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -54,9 +58,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @cache
 def run_program(program: str, folder: Path) -> None:
     """Run all jobs of a program ("titan"), each into a folder of its own."""
-    cases = ",".join(c for c in MAPS if c.startswith(program))
+    cases = [c for c in MAPS if c.startswith(program)]
     subprocess.run(
-        [sys.executable, "fixtures/map_jobs.py", cases, folder], cwd=REPOSITORY, check=True, capture_output=True,
+        [sys.executable, "fixtures/map_jobs.py", ",".join(cases), folder if len(cases) > 1 else folder / cases[0]], cwd=REPOSITORY, check=True, capture_output=True,
         env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(REPOSITORY)},
     )  # fmt: skip
 
@@ -120,5 +124,12 @@ def test_training_goes_on_with_the_losses_of_the_live_job(job: Job, mapped: Path
 def test_the_way_back_is_what_the_job_wrote(job: Job, mapped: Path, tmp_path: Path) -> None:
     ckpttool.convert(mapped, tmp_path / "back", map=job.map, config=str(job.folder), to="dcp", world_size=1)
     found = ckpttool.diff(job.checkpoint, tmp_path / "back")
+    if job.case.startswith("mcore"):  # rows behind the vocabulary were cut
+        assert {(n.split(".")[-2], shapes) for n, shapes in found.shapes.items() if n.startswith("model.")} == {
+            (n, ((144, 24), (131, 24))) for n in ("word_embeddings", "output_layer")
+        }
+        with ckpttool.open(job.checkpoint) as theirs, ckpttool.open(tmp_path / "back") as back:
+            assert all(torch.equal(theirs[n].torch()[:131], back[n].torch()) for n in found.shapes)
+        found.shapes = {}
     assert (found.data, found.shapes, found.dtypes, found.only_in_a, found.only_in_b) == ([], {}, {}, [], [])
     assert set(found.values) <= {"optim.param_groups.0.params", "optim.param_groups.1.params"}  # in another order
