@@ -26,6 +26,7 @@ if TYPE_CHECKING:
         Fsdp1Options,
         HfOptions,
         UniversalOptions,
+        VerlOptions,
         ZeroOptions,
     )
     from .engine.adapter import adapter_extract, adapter_merge
@@ -87,6 +88,7 @@ _WHERE = {
     "TensorHandle": "engine.handle",
     "UniversalOptions": "converters.options",
     "VerifyResult": "engine.verification",
+    "VerlOptions": "converters.options",
     "ZeroOptions": "converters.options",
     "adapter_extract": "engine.adapter",
     "adapter_merge": "engine.adapter",
@@ -145,6 +147,7 @@ __all__ = [
     "Summary",
     "TensorHandle",
     "UniversalOptions",
+    "VerlOptions",
     "VerifyResult",
     "ZeroOptions",
     "__version__",

@@ -11,7 +11,15 @@ from ckpttool.layouts import option
 
 from .meshes import Mesh
 
-__all__ = ["DirectoryOptions", "Fsdp1Options", "HfOptions", "MeshOptions", "UniversalOptions", "ZeroOptions"]
+__all__ = [
+    "DirectoryOptions",
+    "Fsdp1Options",
+    "HfOptions",
+    "MeshOptions",
+    "UniversalOptions",
+    "VerlOptions",
+    "ZeroOptions",
+]
 
 
 @dataclass(frozen=True)
@@ -206,3 +214,17 @@ class DirectoryOptions:
             raise UsageError(
                 f"{argument('state_dict_type', self.state_dict_type)}: choose sharded, full or ddp.", code="CKPT0203"
             )
+
+
+@dataclass(frozen=True)
+class VerlOptions:
+    """The devices of the job of verl that will load the files."""
+
+    mesh_device: str = option(
+        "cuda", "Type of the devices of the job of verl that will load it: cuda, npu or cpu.", metavar="cuda|npu|cpu"
+    )
+
+    def __post_init__(self) -> None:
+        """Raise UsageError if `mesh_device` is not cuda, npu or cpu."""
+        if self.mesh_device not in ("cuda", "npu", "cpu"):
+            raise UsageError(f"{argument('mesh_device', self.mesh_device)}: choose cuda, npu or cpu.", code="CKPT0203")

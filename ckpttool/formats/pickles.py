@@ -489,6 +489,8 @@ def _is_of_torchao(f: Global, args: tuple[Any, ...]) -> bool:
 #: calls no other.
 _OF_TORCH = ("torch", "torch._C", "torch._tensor", "torch.storage")
 _PARTIAL = Global("functools", "partial")
+#: It is called with named arguments where ckpttool has written a DTensor (sharded.make_mesh).
+_MESH = Global("torch.distributed.device_mesh", "DeviceMesh")
 _TYPE = tuple(Global(module, "type") for module in _BUILTINS)
 _OF_GENERATORS = ("numpy.random._pickle", "numpy.random.bit_generator")
 _GENERATORS = ("MT19937", "PCG64", "PCG64DXSM", "Philox", "SFC64", "SeedSequence", "__bit_generator_ctor")
@@ -725,6 +727,8 @@ def _run_opcodes(  # noqa: C901  # one branch for each opcode
                 if isinstance(found, Opaque) and found.args and not found.call:
                     members[id(found)] = found
                 return found
+        if isinstance(f, Opaque) and (f.cls, f.args) == (_PARTIAL, (_MESH,)) and isinstance(f.state, tuple):
+            return Opaque(_MESH, (*args, *f.state[2:3]), call=True)  # the named arguments come last
         if isinstance(f, Global) or not callable(f):
             raise Unsafe(
                 f"{what}: the pickle calls {f if isinstance(f, Global) else short(f)}{short(args)}. ckpttool never "

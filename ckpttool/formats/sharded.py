@@ -6,8 +6,9 @@ and sizes of all shards, the state has the rank that wrote it (torch/distributed
 local tensor is follows from the mesh's size, the rank's coordinates, and the placements (placements.py), which cut from
 left to right, or as `shard_order` says (torch/distributed/tensor/_dtensor_spec.py).
 
-`stand_ins` keeps both as `Opaque`; `shards_of` says what one rank has of such a tensor; `make_sharded_tensor` makes
-one.
+`stand_ins` keeps both as `Opaque`; `shards_of` says what one rank has of such a tensor; `make_sharded_tensor` and
+`make_dtensor` make one. The attributes of a DeviceMesh and of a spec are other ones in torch 2.9, 2.10 and 2.13, so
+those made here are calls of their constructors, which torch 2.10 and later load.
 """
 
 from __future__ import annotations
@@ -33,6 +34,8 @@ __all__ = [
     "Shards",
     "is_sharded",
     "local_tensor",
+    "make_dtensor",
+    "make_mesh",
     "make_sharded_tensor",
     "shards_of",
     "stand_ins",
@@ -198,7 +201,8 @@ def _read_dtensor(x: Opaque, read_at: ReadAt, what: str) -> Shards:
         Unsupported: a placement or a subclass that is not read.
     """
     fields = _attributes_of(x)
-    tensor, spec = fields["_local_tensor"], _attributes_of(fields["_spec"])
+    tensor, stated = fields["_local_tensor"], fields["_spec"]
+    spec = _attributes_of(stated) or dict(zip(("mesh", "placements", "tensor_meta"), stated.args, strict=True))
     meta = spec["tensor_meta"]
     shape = _checked_sizes((meta.args or tuple(_attributes_of(meta).values()))[0])
     if is_subclass(tensor):
@@ -213,7 +217,11 @@ def _read_dtensor(x: Opaque, read_at: ReadAt, what: str) -> Shards:
     shown = (x.args[1].name, _checked_sizes(x.args[2]))
     if shown != (tensor.dtype, shape):
         raise ValueError(f"it shows {shown[0]} of shape {shown[1]}, and is {tensor.dtype} of shape {shape}")
-    sizes, at, rank, world = _read_mesh(_attributes_of(spec["mesh"]), read_at, what)
+    mesh = spec["mesh"]
+    if mesh.call:
+        sizes, at, rank, world = _read_called_mesh(*mesh.args)
+    else:
+        sizes, at, rank, world = _read_mesh(_attributes_of(mesh), read_at, what)
     kinds = [
         (p.cls.name, f.get("dim"), f.get("split_factor", 1)) for p in spec["placements"] for f in [_attributes_of(p)]
     ]
@@ -280,6 +288,20 @@ def _read_mesh(mesh: dict[str, Any], read_at: ReadAt, what: str) -> tuple[list[i
         rank = int.from_bytes(inline_tensors(grid, read_at, what).data[k * item :][:item], "little")
     world = prod(ranks.shape) if isinstance(ranks, StoredTensor) and ranks is not grid else None
     return sizes, at, rank if type(rank) is int else None, world
+
+
+def _read_called_mesh(device: object, ranks: Any, named: Any) -> tuple[list[int], list[int], int, int]:
+    """Read the arguments of the call that makes a DeviceMesh of one dimension (`make_mesh`); return what `_read_mesh`
+    does.
+
+    Raises:
+        ValueError: the ranks are not those of a job, or the rank is not among them.
+        KeyError, TypeError: an argument is missing, or is something else.
+    """
+    rank, world = named["_rank"], len(ranks)
+    if type(rank) is not int or not 0 <= rank < world or list(ranks) != list(range(world)):
+        raise ValueError(f"rank {short(rank)} on a mesh of {short(ranks)}")
+    return [world], [rank], rank, world
 
 
 def _flat_ints(x: object) -> list[int]:
@@ -390,6 +412,46 @@ def make_sharded_tensor(
             cls,
             wrapper,
             (local, meta, group, table.spec(key), False),
+        ),
+        call=True,
+    )
+
+
+def make_mesh(device: str, world: int, rank: int) -> Opaque:
+    """Make the record of a DeviceMesh of one dimension, "fsdp", as a rank pickles it: the call of its constructor,
+    which asks for no process group, and the name of the group of all ranks."""
+    cls = Global("torch.distributed.device_mesh", "DeviceMesh")
+    constructor: Any = Opaque(Global("functools", "partial"), (cls,), call=True)
+    constructor.state = (cls, (), {"mesh_dim_names": ("fsdp",), "_init_backend": False, "_rank": rank}, None)
+    out = Opaque(constructor, (device, list(range(world))), call=True)
+    out.state = {"_dim_group_names": ["0"]}
+    return out
+
+
+def make_dtensor(mesh: Opaque, shape: tuple[int, ...], local: object, dtype: str) -> Opaque:
+    """Make the record of a DTensor that is cut along dimension 0.
+
+    Args:
+        mesh: that of `make_mesh`; one for all tensors of a file, which share it.
+        shape: of the whole.
+        local: the rows of this rank, as they are pickled.
+        dtype: torch's name of the dtype.
+    """
+    cls, kind, stride = Global("torch.distributed.tensor", "DTensor"), Global("torch", dtype), boxes.strides(shape)
+    described = "torch.distributed.tensor._dtensor_spec"
+    meta = Opaque(Global(described, "TensorMeta"), (Opaque(Global("torch", "Size"), (shape,), call=True), stride, kind))
+    rows = _make_instance("torch.distributed.tensor.placement_types", "Shard", {"dim": 0})
+    spec = Opaque(Global(described, "DTensorSpec"), (mesh, (rows,), meta), call=True)
+    strided = Opaque(Global("torch.serialization", "_get_layout"), ("torch.strided",), call=True)
+    device = Opaque(Global("torch", "device"), ("cpu",), call=True)
+    wrapper = (cls, kind, shape, stride, 0, strided, device, False)
+    return Opaque(
+        Global("torch._tensor", "_rebuild_from_type_v2"),
+        (
+            Global("torch._utils", "_rebuild_wrapper_subclass"),
+            cls,
+            wrapper,
+            (None, {"_local_tensor": local, "_spec": spec}),
         ),
         call=True,
     )

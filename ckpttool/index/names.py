@@ -296,6 +296,8 @@ class _Naming:
             self.out[path] = leaf
             cut = _key_length(path)
             self.origin[path[:cut]] = p[: len(p) - (len(path) - cut)]
+            if path[cut:] != p[len(p) - (len(path) - cut) :]:
+                self.origin[path] = p
         self.origin = {q: p for q, p in self.origin.items() if q != p}
 
     def name_optimizer(self, model: KnownModel, only: frozenset[str] | None) -> None:
@@ -420,6 +422,8 @@ def _rest_path(p: Path) -> Path:
     """Return the canonical path of a leaf that is neither of the model nor of the optimizer, from its path in the
     tree."""
     role = ROLES.get(str(p[0]))
+    if role == "rng" and p[2:] == ("random",):  # what verl and SkyRL call the state of Python's random
+        return (role, p[1], "python")
     if role in ("scheduler", "scaler", "rng", "dataloader"):
         return (role, *p[1:])
     if role == "trainer" and len(p) > 1:

@@ -71,7 +71,7 @@ from ckpttool.storage.sources import open_source
 from .. import dcp
 from ..deepspeed import zero
 from ..deepspeed.files import SAVES
-from ..options import DirectoryOptions, MeshOptions
+from ..options import DirectoryOptions, MeshOptions, VerlOptions
 from .accelerated import DIFFUSERS, FAIRSEQ2, LEROBOT
 from .automodel import AUTOMODEL, TRANSFORMERS
 from .dialect import DATA, DEEPSPEED, LEFT_OVER, TREE, Dialect, DirectoryPart, of_one_model
@@ -584,6 +584,8 @@ VERL = Dialect(
     title="verl",
     detect=_is_verl,
     siblings=_loader_of_verl,
+    write=layouts.late("ckpttool.converters.trainers.write_verl:write_verl"),
+    options=VerlOptions,
     parts=_parts_of_verl,
     own_keys=True,
     program=Program(
@@ -601,13 +603,7 @@ VERL = Dialect(
             ),
         ),
         is_part=lambda name, beside: name == "data.pt" and "actor" in beside,
-        resumed_by=(
-            ForTrainer(
-                "verl",
-                refused="it resumes from pickled DTensors, which are bound to one version of torch and to the ranks "
-                "that wrote them. Write the weights with --to hf, and give that folder as the path of the model.",
-            ),
-        ),
+        resumed_by=(ForTrainer("verl"),),
     ),
 )
 

@@ -34,8 +34,11 @@ from .dialect import LEFT_OVER, live_name
 __all__ = [
     "SmallFile",
     "data_files",
+    "declare_order",
     "joined_drafts",
     "left_over",
+    "numbered_parameters",
+    "numbered_tree",
     "state_dict_type",
     "state_drafts",
 ]
@@ -94,7 +97,8 @@ def state_drafts(
             "state dict type.",
             code="CKPT0321",
         )
-    numbers = numbered_parameters(ckpt, options) if kind == "ddp" else {}
+    otherwise = f"; or write it for a job with FSDP: {argument('state_dict_type', 'sharded', 'DirectoryOptions')}"
+    numbers = numbered_parameters(ckpt, options, "A job without FSDP", otherwise) if kind == "ddp" else {}
     out = []
     for component, key, name in zip(("model", "optim"), ("model", "optimizer"), names[kind], strict=True):
         part = ckpt.only([component])
@@ -102,16 +106,16 @@ def state_drafts(
             continue
         part = replace(part, origin={}, ranks={}, notes=[])
         write = write_dcp if sharded else full.write
-        tree = partial(_own_tree, (key,) if sharded and not at_root else (), numbers)
+        tree = partial(numbered_tree, (key,) if sharded and not at_root else (), numbers)
         folder, _, file = (f"{name}/" if sharded else name).rpartition("/")
         draft = write(part, source, replace(options, target=file or name, own=None, tree=tree))
         if numbers and component == "optim":
-            _declare_order(draft, numbers)
+            declare_order(draft, numbers)
         out.append((f"{folder}/" if folder else "", draft))
     return out
 
 
-def _declare_order(draft: Draft, numbers: Mapping[str, int]) -> None:
+def declare_order(draft: Draft, numbers: Mapping[str, int]) -> None:
     """List the parameters of the param groups of a draft by number, and put their names into `param_names`. `numbers`
     are {FQN: number}."""
     for n, v in list(draft.checkpoint.values.items()):
@@ -128,9 +132,9 @@ def _declare_order(draft: Draft, numbers: Mapping[str, int]) -> None:
                 draft.changed[names] = "in the order of the modules"
 
 
-def numbered_parameters(ckpt: Checkpoint, options: WriteOptions) -> dict[str, int]:
+def numbered_parameters(ckpt: Checkpoint, options: WriteOptions, job: str, otherwise: str) -> dict[str, int]:
     """Return {FQN: its number} as `Optimizer.state_dict()` numbers the parameters of a job: by group, and in each in
-    the order of the module.
+    the order of the module. `job` begins the message of a refusal, and `otherwise` ends it.
 
     The order is that of `options.config` or `options.like`, or that of the numbers in the source. Without them it is
     that of the param groups, if that of the model's weights is the same and neither is the alphabet's, in which files
@@ -160,16 +164,16 @@ def numbered_parameters(ckpt: Checkpoint, options: WriteOptions) -> dict[str, in
     if not known or (not hinted and in_order != groups):
         count = sum(map(len, groups))
         raise Unsupported(
-            f"A job without FSDP numbers the {count:,} parameters of its optimizer in the order of the model's "
+            f"{job} numbers the {count:,} parameters of its optimizer in the order of the model's "
             f"modules, and this checkpoint does not tell that order. Give {argument('config')} the folder or id of the "
-            f"Hugging Face model, or {argument('like')} a checkpoint that such a job saved with names; or write it for "
-            f"a job with FSDP: {argument('state_dict_type', 'sharded', 'DirectoryOptions')}.",
+            f"Hugging Face model, or {argument('like')} a checkpoint that such a job saved with names"
+            f"{otherwise}.",
             code="CKPT0308",
         )
     return {name: i for i, name in enumerate(n for g in in_order for n in g)}
 
 
-def _own_tree(key: Path, numbers: Mapping[str, int], leaves: dict[Path, object]) -> dict[Path, object]:
+def numbered_tree(key: Path, numbers: Mapping[str, int], leaves: dict[Path, object]) -> dict[Path, object]:
     """Return {path in the file: leaf} of one component, below `key`.
 
     The optimizer has `numbers` for its parameters where there are any, and their names in `param_names`, as torch >=

@@ -52,7 +52,7 @@ _NAMES_OF = {
 }
 
 
-def _refuse_several_optimizers(ckpt: Checkpoint, trainer: str) -> None:
+def refuse_several_optimizers(ckpt: Checkpoint, trainer: str) -> None:
     """Refuse a state with several optimizers, of which a trainer would not find all. `trainer` is its name in the
     message.
 
@@ -135,7 +135,7 @@ def _rng_files(
     return [SmallFile(pattern.format(rank), _cut_paths(found, 2, keys)) for rank, found in ranks.items()]
 
 
-def _note_lost_rng(files: Sequence[SmallFile], world: int) -> list[str]:
+def note_lost_rng(files: Sequence[SmallFile], world: int) -> list[str]:
     """Return a note on the ranks, of `world`, for which the source has no RNG state; empty where it has all. `files`
     are those that were made."""
     if len(files) in (0, world):
@@ -202,7 +202,7 @@ def write_accelerate(ckpt: Checkpoint, source: Source, options: WriteOptions) ->
         UsageError: no world size was given and the source has none.
         Unsupported: there are no weights, several optimizers, or parameters that cannot be numbered where they must be.
     """
-    _refuse_several_optimizers(ckpt, "Accelerate")
+    refuse_several_optimizers(ckpt, "Accelerate")
     world = options.ranks(ckpt)
     placed: set[Path] = set()
     small = []
@@ -227,7 +227,7 @@ def write_accelerate(ckpt: Checkpoint, source: Source, options: WriteOptions) ->
     keys = {ours: theirs for theirs, ours in RNG_KEYS.items()}
     rng = _rng_files(ckpt, world, "random_states_{}.pkl", keys, placed)
     return _draft_directory(
-        "accelerate", ckpt, source, options, [*small, *rng], placed, world, _note_lost_rng(rng, world)
+        "accelerate", ckpt, source, options, [*small, *rng], placed, world, note_lost_rng(rng, world)
     )
 
 
@@ -239,7 +239,7 @@ def write_trainer(ckpt: Checkpoint, source: Source, options: WriteOptions) -> Dr
         UsageError: no world size was given and the source has none.
         Unsupported: there are no weights, several optimizers, or parameters that cannot be numbered where they must be.
     """
-    _refuse_several_optimizers(ckpt, "Trainer")
+    refuse_several_optimizers(ckpt, "Trainer")
     world = options.ranks(ckpt)
     placed: set[Path] = set()
     small, notes = [], []
@@ -277,7 +277,7 @@ def write_trainer(ckpt: Checkpoint, source: Source, options: WriteOptions) -> Dr
         [*small, *rng, SmallFile("trainer_state.json", counters)],
         placed,
         world,
-        notes + _note_lost_rng(rng, world),
+        notes + note_lost_rng(rng, world),
         {("trainer", *p): x for p, x in counters.items() if p not in held},
     )
 
@@ -292,7 +292,7 @@ def write_llamafactory(ckpt: Checkpoint, source: Source, options: WriteOptions) 
         UsageError: no world size was given and the source has none, or the state dict type is full.
         Unsupported: there are no weights, several optimizers, or parameters that cannot be numbered where they must be.
     """
-    _refuse_several_optimizers(ckpt, "LLaMA-Factory")
+    refuse_several_optimizers(ckpt, "LLaMA-Factory")
     if options.of(DirectoryOptions).state_dict_type == "full":
         raise UsageError(
             f"{argument('state_dict_type', 'full')}: LLaMA-Factory saves no such state; choose sharded or ddp.",
@@ -306,7 +306,7 @@ def write_llamafactory(ckpt: Checkpoint, source: Source, options: WriteOptions) 
         small.append(SmallFile("scheduler.pt", state))
     keys = {"cpu": "torch", "cuda": "accelerator"}
     rng = _rng_files(ckpt, world, "rng_state/rank_{}.pt", keys, placed, frozenset(("python", "numpy", "cpu")))
-    notes = _note_lost_rng(rng, world)
+    notes = note_lost_rng(rng, world)
     loaders = _loaders_of_ranks(ckpt, world, placed)
     if not loaders:
         notes.append(f"no data loader of {world} ranks is in the source: the job begins the epoch again")
@@ -417,7 +417,7 @@ def write_lightning(ckpt: Checkpoint, source: Source, options: WriteOptions) -> 
     Raises:
         UsageError: no world size was given and the source has none. Unsupported: there are several optimizers.
     """
-    _refuse_several_optimizers(ckpt, "Lightning")
+    refuse_several_optimizers(ckpt, "Lightning")
     world = options.ranks(ckpt)
     placed: set[Path] = set()
     notes: list[str] = []
@@ -534,7 +534,7 @@ def write_titan(ckpt: Checkpoint, source: Source, options: WriteOptions) -> Draf
         UsageError: no world size was given and the source has none.
         Unsupported: there are several optimizers, or an option of a param group is a tensor.
     """
-    _refuse_several_optimizers(ckpt, "torchtitan")
+    refuse_several_optimizers(ckpt, "torchtitan")
     if shared := next((n for n, t in ckpt.tensors.items() if t.path[:2] == ("optim", "param_groups")), None):
         raise Unsupported(
             f'"{shared}" is a tensor, one for all parameters of a group, and torchtitan keeps options by parameter. '
@@ -583,7 +583,7 @@ def write_torchtune(ckpt: Checkpoint, source: Source, options: WriteOptions) -> 
     Raises:
         Unsupported: there are no weights, several optimizers, or the names are those of transformers.
     """
-    _refuse_several_optimizers(ckpt, "torchtune")
+    refuse_several_optimizers(ckpt, "torchtune")
     names = [str(t.path[1]) for t in ckpt.tensors.values() if t.path[0] == "model"]
     own = any(".sa_norm." in n for n in names)
     if not names or (not own and any(".self_attn." in n or "embed_tokens" in n for n in names)):

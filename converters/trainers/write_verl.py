@@ -1,0 +1,239 @@
+"""Writes the step folder from which verl resumes with `strategy: fsdp2`, at any world size.
+
+global_step_{step}/actor/
+    model_world_size_{n}_rank_{rank}.pt        model.state_dict() of the rank: DTensors cut along dimension 0, buffers whole
+    optim_world_size_{n}_rank_{rank}.pt        optimizer.state_dict(): parameters by number, slots cut likewise
+    extra_state_world_size_{n}_rank_{rank}.pt  {"lr_scheduler", "rng": {"cpu", "numpy", "random", "cuda"}}
+    fsdp_config.json                           {"FSDP_version", "world_size"}
+global_step_{step}/data.pt                     the state of torchdata's loader, where verl saved one
+
+Sources: verl/utils/checkpoint/fsdp_checkpoint_manager.py and checkpoint_manager.py, verl/workers/engine/fsdp/utils.py
+(create_device_mesh) of verl 0.9.1; a test resumes with its FSDPCheckpointManager.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from math import prod
+
+from ckpttool import bounded_json
+from ckpttool.engine.flat.split_state import split_training_state
+from ckpttool.errors import Unsupported
+from ckpttool.formats.sharded import make_dtensor, make_mesh
+from ckpttool.formats.stored_tensors import Inline
+from ckpttool.formats.torch_pickles import TensorRef
+from ckpttool.formats.torch_zip_writer import TorchFiles
+from ckpttool.index.checkpoint import ITEMSIZE, Checkpoint, Chunks, Path, TensorEntry, joined, tied_weights
+from ckpttool.index.composites import Composite, collapse_composites
+from ckpttool.index.draft import Draft
+from ckpttool.index.trees import nest
+from ckpttool.layouts import WriteOptions
+from ckpttool.storage.source import Source
+
+from ..options import VerlOptions
+from .join import SmallFile, data_files, declare_order, joined_drafts, left_over, numbered_parameters, numbered_tree
+from .write_directories import note_lost_rng, refuse_several_optimizers
+
+__all__ = ["write_verl"]
+
+#: Keys at the root of what torchdata's StatefulDataLoader saves (torchdata/stateful_dataloader).
+_OF_LOADER = frozenset(("_snapshot", "_num_yielded", "_sampler_iter_yielded"))
+
+
+def write_verl(ckpt: Checkpoint, source: Source, options: WriteOptions) -> Draft:
+    """Draft the step folder that verl's FSDPCheckpointManager loads on the ranks of a job with FSDP2.
+
+    Raises:
+        UsageError: no world size was given and the source has none.
+        Unsupported: there are no weights, several optimizers, tensor subclasses, tensors in the scheduler, or the order
+            of the optimizer's parameters is not known.
+    """
+    refuse_several_optimizers(ckpt, "verl")
+    if found := [p for p, x in collapse_composites(ckpt.leaves()).items() if isinstance(x, Composite)]:
+        raise Unsupported(
+            f'"{joined(found[0])}" is a tensor of several parts, which FSDP2 does not cut into rows as verl saves '
+            "them. Write dcp or full, which keep it as it is.",
+            code="CKPT0316",
+        )
+    world = options.ranks(ckpt)
+    placed: set[Path] = set()
+    loader = _loader(ckpt, placed)
+    extra, notes = _extra_states(ckpt, world, placed)
+    rest, kept = left_over(ckpt, placed)
+    config = TorchFiles()
+    config.literal("fsdp_config.json", bounded_json.encode({"FSDP_version": 2, "world_size": world}, indent=4) + b"\n")
+    parts = [
+        ("", data_files(ckpt, [*rest, *loader], options)),
+        ("actor/", config.draft(Checkpoint("data", options.target, None, [], [], {}, {}), {})),
+        ("actor/", data_files(ckpt, extra, options)),
+        ("actor/", _files_of_ranks(ckpt, source, options, world)),
+    ]
+    out = joined_drafts("verl", ckpt, parts, options, world)
+    if ("scheduler",) not in ckpt.leaves() and not any(p[0] == "scheduler" for p in ckpt.leaves()):
+        out.synthesized_values["scheduler"] = None
+    out.notes += [
+        "for a job with strategy fsdp2 and one fsdp group of all ranks; verl reads the step from the name of the "
+        "folder, global_step_<step>, and the tokenizer from the model's own folder",
+        *notes,
+        *kept,
+    ]
+    return out
+
+
+def _loader(ckpt: Checkpoint, placed: set[Path]) -> list[SmallFile]:
+    """List data.pt with the state of torchdata's loader; empty where the source has another one or none. `placed` gets
+    the canonical paths in it."""
+    found = {p: x for p, x in ckpt.leaves().items() if p[0] == "dataloader" and len(p) > 1}
+    if not _OF_LOADER & {p[1] for p in found}:
+        return []
+    placed |= set(found)
+    return [SmallFile("data.pt", {p[1:]: x for p, x in found.items()})]
+
+
+def _extra_states(ckpt: Checkpoint, world: int, placed: set[Path]) -> tuple[list[SmallFile], list[str]]:
+    """Return (the file with scheduler and RNG state of every rank, notes for the user). verl loads an RNG state only
+    with all of its parts. `placed` gets the canonical paths in the files.
+
+    Raises:
+        Unsupported: a tensor is in the scheduler, of which every rank would need a copy.
+    """
+    leaves = ckpt.leaves()
+    scheduler = {p: x for p, x in leaves.items() if p[0] == "scheduler"}
+    if of_tensor := next((p for p, x in scheduler.items() if isinstance(x, TensorEntry)), None):
+        raise Unsupported(
+            f'"{joined(of_tensor)}" is a tensor, and verl keeps a scheduler of plain numbers. Leave it out with --drop, '
+            "or write dcp or full, which keep it.",
+            code="CKPT0316",
+        )
+    placed |= set(scheduler)
+    saved = {("lr_scheduler", *p[1:]): x for p, x in scheduler.items()} or {("lr_scheduler",): None}
+    files, with_rng = [], []
+    for rank in range(world):
+        name = f"extra_state_world_size_{world}_rank_{rank}.pt"
+        own = {p: x for p, x in leaves.items() if p[0] == "rng" and len(p) == 3 and str(p[1]) == str(rank)}
+        if not {"cpu", "numpy", "python"} <= {p[2] for p in own}:
+            own = {}
+        own = {p: x for p, x in own.items() if p[2] != "cuda" or isinstance(x, TensorEntry)}  # that of one device
+        placed |= set(own)
+        rng = {("rng", "random" if p[2] == "python" else p[2]): x for p, x in own.items()}
+        files.append(SmallFile(name, {**saved, **rng}))
+        with_rng += files[-1:] if own else []
+    return files, note_lost_rng(with_rng, world)
+
+
+def _files_of_ranks(ckpt: Checkpoint, source: Source, options: WriteOptions, world: int) -> Draft:
+    """Draft the files with the model and with the optimizer of every rank; rank 0's model, by which verl's folders are
+    recognised, comes last."""
+    whole = {f"model.{n}" for n in split_training_state(ckpt, source).buffers}
+    leaves = ckpt.leaves()
+    trees: dict[str, Mapping[Path, object]] = {}
+    numbers = numbered_parameters(ckpt, options, "verl", "") if any(p[0] == "optim" for p in leaves) else {}
+    if numbers:
+        trees["optim"] = numbered_tree((), numbers, {p: x for p, x in leaves.items() if p[0] == "optim"})
+    trees["model"] = {p[1:]: x for p, x in leaves.items() if p[0] == "model"}
+    # an optimizer counts the steps of each parameter in place, so only weights share a storage
+    same = tied_weights({n: t for n, t in ckpt.tensors.items() if t.path[0] == "model"})
+    out = _RankFiles(ckpt, options, world, whole, same)
+    for component, tree in trees.items():
+        out.add(component, tree)
+    draft = out.draft()
+    if numbers:
+        draft.checkpoint.values = {n: v for n, v in ckpt.values.items() if v.path[0] in ("model", "optim")}
+        declare_order(draft, numbers)
+    return draft
+
+
+class _RankFiles:
+    """The files of a model and an optimizer while they are laid out.
+
+    Args:
+        ckpt: what is written.
+        options: those of the conversion.
+        world: ranks of the job.
+        whole: names of buffers, of which each rank has all.
+        same: {name of a tied weight: the name that owns its bytes}.
+    """
+
+    def __init__(
+        self, ckpt: Checkpoint, options: WriteOptions, world: int, whole: set[str], same: Mapping[str, str]
+    ) -> None:
+        self.ckpt, self.options, self.world = ckpt, options, world
+        self.whole, self.same = whole, same
+        self.files = TorchFiles()
+        self.tensors: dict[str, TensorEntry] = {}
+        self.sources: dict[str, TensorEntry] = {}
+
+    def add(self, component: str, tree: Mapping[Path, object]) -> None:
+        """Add the file of every rank with the leaves of a component, {path in the file: leaf}."""
+        held = [x for x in tree.values() if isinstance(x, TensorEntry)]
+        owners = [x for x in held if joined(x.path) not in self.same]
+        keys = {joined(x.path): str(k) for k, x in enumerate(owners)}
+        numbers: dict[int, int] = {}
+        for rank in reversed(range(self.world)):
+            mesh = make_mesh(self.options.of(VerlOptions).mesh_device, self.world, rank)
+            sizes: dict[str, int] = {}
+            leaves: dict[Path, object] = {}
+            for path, x in tree.items():
+                leaves[path] = x
+                if not isinstance(x, TensorEntry):
+                    continue
+                dtype, shape = self._dtype(x), self._rows(x, rank)[1]
+                key = keys[self.same.get(joined(x.path), joined(x.path))]
+                sizes[key] = prod(shape) * ITEMSIZE[dtype]
+                local = TensorRef(dtype, shape, key, prod(shape)) if sizes[key] else Inline(dtype, shape, b"")
+                leaves[path] = make_dtensor(mesh, x.shape, local, dtype) if self._is_cut(x) else local
+            stored = {keys[joined(x.path)]: n for x in owners if (n := sizes[keys[joined(x.path)]])}
+            name = f"{component}_world_size_{self.world}_rank_{rank}.pt"
+            numbers[rank] = self.files.add(name, nest(leaves), stored)
+        for x in owners:
+            self._place(x, keys[joined(x.path)], numbers)
+        for x in held:
+            if (owner := self.same.get(joined(x.path))) is not None:
+                name = joined(x.path)
+                self.tensors[name] = TensorEntry(self._dtype(x), x.shape, x.path, self.tensors[owner].chunks)
+                self.sources[name] = self.ckpt.tensors[name]
+
+    def _dtype(self, t: TensorEntry) -> str:
+        """Return the dtype in which a tensor is written."""
+        return self.options.cast(joined(t.path), t.dtype)
+
+    def _is_cut(self, t: TensorEntry) -> bool:
+        """Return whether ranks have rows of a tensor: a parameter, or a slot of its shape."""
+        if t.path[0] == "model":
+            return bool(t.shape) and joined(t.path) not in self.whole
+        of = self.ckpt.tensors.get(f"model.{t.path[2]}") if len(t.path) == 4 else None
+        return of is not None and of.shape == t.shape and self._is_cut(of)
+
+    def _rows(self, t: TensorEntry, rank: int) -> tuple[int, tuple[int, ...]]:
+        """Return (first row, shape) of what a rank has of a tensor: as torch.chunk cuts it, or all."""
+        if not self._is_cut(t):
+            return 0, t.shape
+        each = -(-t.shape[0] // self.world)
+        first, end = (min(r * each, t.shape[0]) for r in (rank, rank + 1))
+        return first, (end - first, *t.shape[1:])
+
+    def _place(self, t: TensorEntry, key: str, numbers: Mapping[int, int]) -> None:
+        """Say where the bytes of a tensor lie: its rows in the files of all ranks, or a copy of all of it in each."""
+        name, dtype = joined(t.path), self._dtype(t)
+        if not self._is_cut(t) and t.numel:
+            for rank, file in numbers.items():
+                chunks = Chunks.whole(t.shape, file, self.files.offset(file, key), t.numel * ITEMSIZE[dtype])
+                copy = name if rank == 0 else f"replica.{rank}.{name}"
+                self.tensors[copy] = TensorEntry(dtype, t.shape, t.path if rank == 0 else (copy,), chunks)
+                self.sources[copy] = self.ckpt.tensors[name]
+            return
+        chunks = Chunks(len(t.shape))
+        for rank, file in sorted(numbers.items()):
+            first, shape = self._rows(t, rank)
+            if n := prod(shape):
+                at = self.files.offset(file, key)
+                chunks.add((first, *(0,) * (len(shape) - 1)), shape, file, at, n * ITEMSIZE[dtype])
+        if not t.numel:  # no bytes, but a place
+            chunks.add((0,) * len(t.shape), t.shape, numbers[0], 0, 0)
+        self.tensors[name] = TensorEntry(dtype, t.shape, t.path, chunks)
+        self.sources[name] = self.ckpt.tensors[name]
+
+    def draft(self) -> Draft:
+        """Make the draft."""
+        index = Checkpoint("verl", self.options.target, self.world, [], [], self.tensors, {})
+        return self.files.draft(index, self.sources, aliases=dict(self.same))
