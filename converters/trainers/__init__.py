@@ -88,7 +88,7 @@ from .filenames import (
 from .llamafactory import LLAMA_FACTORY
 from .olmo import OLMO
 from .reinforcement import NEMO_RL, PRIME_RL, SKYRL, XTUNER, is_model_of_skyrl
-from .scripts import SCRIPT
+from .scripts import SCRIPT, SCRIPT_DCP
 from .torchtune import TORCHTUNE
 from .veomni import VEOMNI
 
@@ -534,8 +534,9 @@ def _parts_of_verl(source: Source) -> list[DirectoryPart]:
 
 
 def _next_step_of_verl(advice: Advice) -> str:
-    """Return a text: verl resumes at the same world size."""
-    return f"resumes in verl at {advice.ranks}; for transformers: {advice.convert('--to hf')}"
+    """Return a text: verl resumes at the same world size, and at another one what is written for it."""
+    again = advice.convert("--for verl -n RANKS")
+    return f"resumes in verl at {advice.ranks}; at another world size: {again}; for transformers: {advice.export_advice()}"
 
 
 #: Its rows in the tables of the documents (docs/_hooks.py).
@@ -557,7 +558,7 @@ _ROWS_OF_VERL = {
                 "`actor` and `critic`: files of ranks as **fsdp1** reads them, and the data loader in `../data.pt`; "
                 "`global_step_N` where it has no critic"
             ),
-            "not written",
+            "`global_step_N` with `actor`, for `strategy: fsdp2`",
         ),
     ),
     "directories": (
@@ -567,15 +568,21 @@ _ROWS_OF_VERL = {
             "weights, optimizer, scheduler, RNG of every rank, the data loader in `../data.pt`",
         ),
     ),
+    "for": (
+        (
+            "`actor/` with a file a rank of model, optimizer and extra state, and `data.pt`",
+            "`trainer.resume_from_path: DIR/global_step_N` of verl with `strategy: fsdp2`",
+        ),
+    ),
     "resumed": (
         (
             "verl: FSDP1, FSDP2",
             "yes",
-            "not written",
+            "yes, FSDP2, any world size",
             "yes",
             "yes",
-            "of every rank",
-            "read",
+            "of the ranks that the source has",
+            "yes, of verl's own",
         ),
     ),
 }
@@ -700,6 +707,7 @@ LAYOUTS = (
             LEROBOT,
             FAIRSEQ2,
             SCRIPT,
+            SCRIPT_DCP,
         )
     ),
     TORCHTITAN,

@@ -20,29 +20,18 @@ src/fairseq2/checkpoint/manager.py of facebookresearch/fairseq2, August 2026. No
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
 
 from ckpttool.errors import Unsupported
-from ckpttool.program import Advice, Program, StateFile
+from ckpttool.program import Program, StateFile
 from ckpttool.storage.source import Source
 
-from .dialect import DATA, Dialect, DirectoryPart, rows_of_unrun_program
+from .dialect import DATA, Dialect, DirectoryPart, resumes_in, rows_of_unrun_program
 from .filenames import RANDOM_STATES, numbered, optimizers_in, rest_in
 
 __all__ = ["DIFFUSERS", "FAIRSEQ2", "LEROBOT"]
 
 _IMAGE_MODEL = r"diffusion_pytorch_model.*\.safetensors"
 _MODEL, _STATE = "pretrained_model", "training_state"
-
-
-def _next_step(name: str) -> Callable[[Advice], str]:
-    """Return the function that says where a program's checkpoint resumes."""
-
-    def say(advice: Advice) -> str:
-        """Return one line with the command for torch's own loader."""
-        return f"resumes in {name} as it was saved; for torch's own: {advice.convert('--to dcp -n RANKS')}"
-
-    return say
 
 
 def _image_models(source: Source) -> list[str]:
@@ -90,7 +79,7 @@ DIFFUSERS = Dialect(
             optimizer="where its order is known",
             loader="none saved",
         ),
-        next_step=_next_step("diffusers"),
+        next_step=resumes_in("diffusers", "as it was saved"),
         step_word="checkpoint",
         saves_every_rng=True,
     ),
@@ -139,7 +128,7 @@ LEROBOT = Dialect(
             optimizer="of sharded jobs",
             loader="none saved",
         ),
-        next_step=_next_step("lerobot"),
+        next_step=resumes_in("lerobot", "as it was saved"),
         state_files=(
             StateFile(r"optimizer_state\.safetensors", "optimizer with numbers", "optim"),
             StateFile(r"rng_state\.safetensors", "RNG", "rng"),
@@ -202,7 +191,7 @@ FAIRSEQ2 = Dialect(
             optimizer="where its order is known",
             loader="yes",
         ),
-        next_step=_next_step("fairseq2"),
+        next_step=resumes_in("fairseq2", "as it was saved"),
         part_folders="model|optimizer|trainer|data_reader",
         is_part=lambda name, beside: name in ("data_reader", "trainer", "optimizer") and "model" in beside,
         step_word="step",

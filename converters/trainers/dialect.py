@@ -45,7 +45,7 @@ from ckpttool.index.optimizer_names import possible_orders
 from ckpttool.index.param_groups import list_numbered
 from ckpttool.index.schedulers import complete_scheduler_state
 from ckpttool.layouts import Place, ReadOptions, WriteOptions
-from ckpttool.program import Program, Saves
+from ckpttool.program import Advice, Program, Saves
 from ckpttool.storage.overlay import add_siblings
 from ckpttool.storage.source import Source
 
@@ -62,6 +62,7 @@ __all__ = [
     "live_name",
     "locate",
     "read",
+    "resumes_in",
     "rows_of_unrun_program",
     "with_saved_names",
 ]
@@ -653,11 +654,24 @@ def locate(ckpt: Checkpoint, source: Source) -> Checkpoint:
     return ckpt
 
 
+def resumes_in(program: str, where: str | None = "at any world size") -> Callable[[Advice], str]:
+    """Return the function that says that a program resumes from a checkpoint, and how torch's own loader gets it.
+
+    `where` says at which world size; None for that of the ranks that saved.
+    """
+
+    def next_step(advice: Advice) -> str:
+        """Return one line with the command."""
+        at = f"at {advice.ranks}" if where is None else where
+        return f"resumes in {program} {at}; for torch's own: {advice.convert('--to dcp -n RANKS')}"
+
+    return next_step
+
+
 def rows_of_unrun_program(
-    name: str, title: str, what: str, state: str, *, optimizer: str = "yes", rng: str = "yes", loader: str
+    name: str, title: str, what: str, state: str, *, optimizer: str = "yes", rng: str = "yes", loader: str, saved: bool = False
 ) -> dict[str, tuple[tuple[str, ...], ...]]:
-    """Return the rows, in the tables of the documents (docs/_hooks.py), of a program whose source was read and that was
-    not run.
+    """Return the rows, in the tables of the documents (docs/_hooks.py), of a program that was not run as a whole.
 
     Args:
         name: of the layout.
@@ -665,8 +679,9 @@ def rows_of_unrun_program(
         what: of which files a checkpoint is made.
         state: what it holds.
         optimizer, rng, loader: whether the optimizer, the RNG states and the data loader are read.
+        saved: its own code has saved a small job on CPUs, and others have resumed that; otherwise its source was read.
     """
-    read = "yes; the format of its files, the program itself was not run"
+    read = "yes; its code that saves was run" if saved else "yes; the format of its files, the program was not run"
     return {
         "readme-trainers": ((f"{title} (**{name}**)", what, optimizer, "yes", rng, loader),),
         "layouts": ((f"**{name}**", f"{title}: {what}", "not written"),),

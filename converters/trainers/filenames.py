@@ -16,6 +16,7 @@ __all__ = [
     "RANDOM_STATES",
     "RNG_KEYS",
     "RNG_STATE",
+    "has_loaders",
     "models_in",
     "numbered",
     "optimizers_in",
@@ -31,6 +32,11 @@ RNG_KEYS = {
     "torch_manual_seed": "cpu",
     "torch_cuda_manual_seed": "cuda",
 }
+
+
+def has_loaders(source: Source) -> bool:
+    """Return whether a folder has the data loader of each rank, in dataloader/rank_{r}.pt."""
+    return "dataloader" in source.list() and any(numbered(source.list("dataloader"), r"rank_(\d{1,6})\.pt"))
 
 
 def numbered(names: Sequence[str], pattern: str) -> Iterator[tuple[str, int]]:

@@ -22,37 +22,27 @@ rollout/global_dataset_state_dict_{n}.pt, which is listed as not read.
 Sources, at the heads of August 2026: skyrl/train/trainer.py and
 skyrl/backends/skyrl_train/distributed/fsdp_strategy.py of github.com/NovaSky-AI/SkyRL; nemo_rl/utils/checkpoint.py and
 native_checkpoint.py of NVIDIA-NeMo/RL; src/prime_rl/trainer/ckpt.py and orchestrator/ckpt.py of
-PrimeIntellect-ai/prime-rl; xtuner/v1/train/trainer.py of InternLM/xtuner. None of them was run.
+PrimeIntellect-ai/prime-rl; xtuner/v1/train/trainer.py of InternLM/xtuner. fixtures/foreign_jobs.py runs the code of
+each that saves and loads.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 from ckpttool.errors import Unsupported
-from ckpttool.program import Advice, Half, Program, SeenFolder, StateFile, Unfinished
+from ckpttool.program import Half, Program, SeenFolder, StateFile, Unfinished
 from ckpttool.storage.overlay import parent_of
 from ckpttool.storage.source import Source
 from ckpttool.storage.sources import open_source
 
-from .dialect import DATA, Dialect, DirectoryPart, rows_of_unrun_program
-from .filenames import numbered
+from .dialect import DATA, Dialect, DirectoryPart, resumes_in, rows_of_unrun_program
+from .filenames import has_loaders, numbered
 
 __all__ = ["NEMO_RL", "PRIME_RL", "SKYRL", "XTUNER", "is_model_of_skyrl"]
 
 _MODEL_OF_RANK = r"model_world_size_\d+_rank_0\.pt"
-
-
-def _resumes(name: str, same_ranks: bool = False) -> Callable[[Advice], str]:
-    """Return the function that says that a program resumes, at any world size or at the one that saved."""
-
-    def next_step(advice: Advice) -> str:
-        """Return one line on what resumes from the checkpoint, and the command for torch's own loader."""
-        where = f"at {advice.ranks}" if same_ranks else "at any world size"
-        return f"resumes in {name} {where}; for torch's own: {advice.convert('--to dcp -n RANKS')}"
-
-    return next_step
 
 
 def is_model_of_skyrl(source: Source) -> bool:
@@ -112,8 +102,9 @@ SKYRL = Dialect(
             "weights, optimizer, scheduler, RNG of every rank, the data loader, counters",
             rng="yes",
             loader="yes",
+            saved=True,
         ),
-        next_step=_resumes("SkyRL", same_ranks=True),
+        next_step=resumes_in("SkyRL", None),
         halves=(
             Half(
                 "policy|critic",
@@ -177,8 +168,9 @@ NEMO_RL = Dialect(
             "weights, optimizer, scheduler, data loader, counters",
             rng="none saved",
             loader="yes",
+            saved=True,
         ),
-        next_step=_resumes("NeMo-RL"),
+        next_step=resumes_in("NeMo-RL"),
         part_folders="policy|weights|optimizer",
         step_word="step",
     ),
@@ -187,11 +179,10 @@ NEMO_RL = Dialect(
 
 def _trainer_of_prime_rl(source: Source) -> str | None:
     """Return the folder of dcp of a step of prime-rl: "" for the folder itself, "trainer" for that in a step; None
-    where it is none."""
-    names = source.list()
+    where it is none. A folder of dcp elsewhere with a data loader a rank may be anybody's (scripts.py)."""
+    names, (parent, name) = source.list(), parent_of(source)
     if ".metadata" in names:
-        with_loader = any(numbered(source.list("dataloader"), r"rank_(\d+)\.pt")) if "dataloader" in names else False
-        return "" if with_loader and "extra_state" not in names else None
+        return "" if name == "trainer" and re.fullmatch(r".*/step_\d+", parent) and has_loaders(source) else None
     beside = {"orchestrator", "weight", "weights"} & {*names}
     if "trainer" in names and ".metadata" in (inside := source.list("trainer")) and (beside or "dataloader" in inside):
         return "trainer"
@@ -202,7 +193,7 @@ def _is_prime_rl(source: Source) -> tuple[bool, str]:
     """Return whether a folder is a step of prime-rl, or its trainer/; and, as text, why or why not."""
     folder = _trainer_of_prime_rl(source)
     if folder is None:
-        return False, "no .metadata beside dataloader/rank_0.pt, no trainer/.metadata beside orchestrator/"
+        return False, "no step_N/trainer with .metadata beside dataloader/rank_0.pt or orchestrator/"
     return True, "has .metadata beside dataloader/" if not folder else "has trainer/.metadata"
 
 
@@ -235,8 +226,9 @@ PRIME_RL = Dialect(
             "weights, optimizer, scheduler, progress, data loader of every rank",
             rng="none saved",
             loader="of every rank",
+            saved=True,
         ),
-        next_step=_resumes("prime-rl"),
+        next_step=resumes_in("prime-rl"),
         part_folders="trainer|dataloader|orchestrator",
         step_word="step",
     ),
@@ -292,8 +284,9 @@ XTUNER = Dialect(
             "weights, optimizer, scheduler, data loader, counters",
             rng="none saved",
             loader="yes",
+            saved=True,
         ),
-        next_step=_resumes("xtuner"),
+        next_step=resumes_in("xtuner"),
         halves=(Half("weights", belongs=lambda above, names, name: "train_state.json" in names),),
         part_folders="weights",
         unfinished=_unfinished_xtuner,

@@ -5,6 +5,7 @@
     scheduler.pt  scaler.pt  rng_state.pt  dataloader.pt  train_state.pt       and others that say by their name what
                   they hold
     rng_state/rank_{r}.pt  dataloader/rank_{r}.pt                              the same of each rank
+    .metadata, __{rank}_{n}.distcp with dataloader/rank_{r}.pt                 script_dcp: a folder of dcp
 
 Everything goes by names that scripts use. Where there are two files of weights or of an
 optimizer, which of them belong together nobody knows, and it is no checkpoint. An optimizer that numbers its parameters
@@ -22,10 +23,11 @@ from ckpttool.storage.source import Source
 
 from .automodel import AUTOMODEL, TRANSFORMERS
 from .dialect import DATA, Dialect, DirectoryPart
-from .filenames import RANDOM_STATES, RNG_STATE, models_in, numbered, refuse_missing_shards
+from .filenames import RANDOM_STATES, RNG_STATE, has_loaders, models_in, numbered, refuse_missing_shards
 from .llamafactory import LLAMA_FACTORY
+from .reinforcement import PRIME_RL
 
-__all__ = ["SCRIPT"]
+__all__ = ["SCRIPT", "SCRIPT_DCP"]
 
 _END = r"(?:_state(?:_dict)?|_states)?"
 _FILE = r"\.(?:pt|pth|bin|ckpt)"
@@ -153,5 +155,49 @@ SCRIPT = Dialect(
             Half("model|weights", belongs=lambda above, names, name: not {"optim", "optimizer"}.isdisjoint(names)),
         ),
         part_folders="model|weights|optim(izer)?",
+    ),
+)
+
+
+def _is_script_dcp(source: Source) -> tuple[bool, str]:
+    """Return whether a folder is one of dcp with the data loader of each rank, of no trainer that is known by more;
+    and, as text, why or why not."""
+    names = source.list()
+    if ".metadata" not in names or not has_loaders(source):
+        return False, "no .metadata beside dataloader/rank_0.pt"
+    if "extra_state" in names or PRIME_RL.detect(source)[0]:
+        return False, "of another trainer"
+    return True, "has .metadata beside dataloader/rank_0.pt"
+
+
+SCRIPT_DCP = Dialect(
+    name="script_dcp",
+    title="a training script",
+    detect=_is_script_dcp,
+    own_keys=True,
+    parts=lambda source: [
+        DirectoryPart("", "dcp", "model", whole=True),
+        *(
+            DirectoryPart(f"dataloader/{n}", DATA, "dataloader", (str(rank),))
+            for n, rank in numbered(source.list("dataloader"), _OF_RANK)
+        ),
+    ],
+    program=Program(
+        rows={
+            "layouts": (
+                ("**script_dcp**", "a DCP folder with `dataloader/rank_R.pt` of each rank inside", "not written"),
+            ),
+            "directories": (
+                (
+                    "a DCP folder with `dataloader/rank_R.pt` inside",
+                    "`script_dcp`",
+                    "what the DCP folder holds, and the data loader of every rank",
+                ),
+            ),
+        },
+        next_step=lambda advice: (
+            f"resumes in the job that wrote it; at another world size: {advice.convert('--to dcp -n RANKS')}"
+        ),
+        part_folders="dataloader",
     ),
 )

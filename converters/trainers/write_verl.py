@@ -1,7 +1,7 @@
 """Writes the step folder from which verl resumes with `strategy: fsdp2`, at any world size.
 
 global_step_{step}/actor/
-    model_world_size_{n}_rank_{rank}.pt        model.state_dict() of the rank: DTensors cut along dimension 0, buffers whole
+    model_world_size_{n}_rank_{rank}.pt        model.state_dict(): DTensors cut along dimension 0, buffers whole
     optim_world_size_{n}_rank_{rank}.pt        optimizer.state_dict(): parameters by number, slots cut likewise
     extra_state_world_size_{n}_rank_{rank}.pt  {"lr_scheduler", "rng": {"cpu", "numpy", "random", "cuda"}}
     fsdp_config.json                           {"FSDP_version", "world_size"}
@@ -101,8 +101,8 @@ def _extra_states(ckpt: Checkpoint, world: int, placed: set[Path]) -> tuple[list
     scheduler = {p: x for p, x in leaves.items() if p[0] == "scheduler"}
     if of_tensor := next((p for p, x in scheduler.items() if isinstance(x, TensorEntry)), None):
         raise Unsupported(
-            f'"{joined(of_tensor)}" is a tensor, and verl keeps a scheduler of plain numbers. Leave it out with --drop, '
-            "or write dcp or full, which keep it.",
+            f'"{joined(of_tensor)}" is a tensor, and verl keeps a scheduler of plain numbers. Write dcp or full, '
+            "which keep it.",
             code="CKPT0316",
         )
     placed |= set(scheduler)

@@ -272,8 +272,8 @@ def test_3_is_a_path_that_means_something_else_and_the_error_says_what(path: str
 
 
 def test_a_layout_that_is_only_read_is_refused_with_those_that_are_written(tmp_path: Path) -> None:
-    said = fails(3, "convert", W3, tmp_path / "out", "--to", "verl")
-    assert "reads verl, but does not write it. Choose one of: dcp, full" in said and "olmo" not in said
+    said = fails(3, "convert", W3, tmp_path / "out", "--to", "skyrl")
+    assert "reads skyrl, but does not write it. Choose one of: dcp, full" in said and "olmo" not in said
 
 
 def test_3_is_an_interrupted_save_and_a_file_that_holds_no_state_dict(tmp_path: Path) -> None:
