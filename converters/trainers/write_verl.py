@@ -165,32 +165,31 @@ class _RankFiles:
 
     def add(self, component: str, tree: Mapping[Path, object]) -> None:
         """Add the file of every rank with the leaves of a component, {path in the file: leaf}."""
-        held = [x for x in tree.values() if isinstance(x, TensorEntry)]
-        owners = [x for x in held if joined(x.path) not in self.same]
-        keys = {joined(x.path): str(k) for k, x in enumerate(owners)}
-        numbers: dict[int, int] = {}
+        held = {joined(x.path): x for x in tree.values() if isinstance(x, TensorEntry)}
+        owners = {name: x for name, x in held.items() if name not in self.same}
+        places: dict[int, tuple[int, dict[str, int]]] = {}
         for rank in reversed(range(self.world)):
             mesh = make_mesh(self.options.of(VerlOptions).mesh_device, self.world, rank)
-            sizes: dict[str, int] = {}
+            rows = {name: self._rows(x, rank)[1] for name, x in owners.items()}
+            stored = {n: prod(shape) * ITEMSIZE[self._dtype(owners[n])] for n, shape in rows.items() if prod(shape)}
+            keys = {n: str(k) for k, n in enumerate(stored)}
             leaves: dict[Path, object] = {}
             for path, x in tree.items():
                 leaves[path] = x
-                if not isinstance(x, TensorEntry):
-                    continue
-                dtype, shape = self._dtype(x), self._rows(x, rank)[1]
-                key = keys[self.same.get(joined(x.path), joined(x.path))]
-                sizes[key] = prod(shape) * ITEMSIZE[dtype]
-                local = TensorRef(dtype, shape, key, prod(shape)) if sizes[key] else Inline(dtype, shape, b"")
-                leaves[path] = make_dtensor(mesh, x.shape, local, dtype) if self._is_cut(x) else local
-            stored = {keys[joined(x.path)]: n for x in owners if (n := sizes[keys[joined(x.path)]])}
+                if isinstance(x, TensorEntry):
+                    owner, dtype = self.same.get(joined(x.path), joined(x.path)), self._dtype(x)
+                    shape = rows[owner]
+                    local = TensorRef(dtype, shape, keys[owner], prod(shape)) if owner in keys else None
+                    own = local or Inline(dtype, shape, b"")
+                    leaves[path] = make_dtensor(mesh, x.shape, own, dtype) if self._is_cut(x) else own
             name = f"{component}_world_size_{self.world}_rank_{rank}.pt"
-            numbers[rank] = self.files.add(name, nest(leaves), stored)
-        for x in owners:
-            self._place(x, keys[joined(x.path)], numbers)
-        for x in held:
-            if (owner := self.same.get(joined(x.path))) is not None:
-                name = joined(x.path)
-                self.tensors[name] = TensorEntry(self._dtype(x), x.shape, x.path, self.tensors[owner].chunks)
+            file = self.files.add(name, nest(leaves), {keys[n]: size for n, size in stored.items()})
+            places[rank] = (file, {n: self.files.offset(file, key) for n, key in keys.items()})
+        for name, x in owners.items():
+            self._place(name, x, {rank: (file, at.get(name, 0)) for rank, (file, at) in places.items()})
+        for name, x in held.items():
+            if name not in owners:
+                self.tensors[name] = TensorEntry(self._dtype(x), x.shape, x.path, self.tensors[self.same[name]].chunks)
                 self.sources[name] = self.ckpt.tensors[name]
 
     def _dtype(self, t: TensorEntry) -> str:
@@ -212,24 +211,24 @@ class _RankFiles:
         first, end = (min(r * each, t.shape[0]) for r in (rank, rank + 1))
         return first, (end - first, *t.shape[1:])
 
-    def _place(self, t: TensorEntry, key: str, numbers: Mapping[int, int]) -> None:
-        """Say where the bytes of a tensor lie: its rows in the files of all ranks, or a copy of all of it in each."""
-        name, dtype = joined(t.path), self._dtype(t)
+    def _place(self, name: str, t: TensorEntry, places: Mapping[int, tuple[int, int]]) -> None:
+        """Say where the bytes of a tensor lie: its rows in the files of all ranks, or a copy of all of it in each.
+        `places` are {rank: (number of its file, byte of it)}."""
+        dtype = self._dtype(t)
         if not self._is_cut(t) and t.numel:
-            for rank, file in numbers.items():
-                chunks = Chunks.whole(t.shape, file, self.files.offset(file, key), t.numel * ITEMSIZE[dtype])
+            for rank, (file, at) in places.items():
                 copy = name if rank == 0 else f"replica.{rank}.{name}"
+                chunks = Chunks.whole(t.shape, file, at, t.numel * ITEMSIZE[dtype])
                 self.tensors[copy] = TensorEntry(dtype, t.shape, t.path if rank == 0 else (copy,), chunks)
                 self.sources[copy] = self.ckpt.tensors[name]
             return
         chunks = Chunks(len(t.shape))
-        for rank, file in sorted(numbers.items()):
+        for rank, (file, at) in sorted(places.items()):
             first, shape = self._rows(t, rank)
             if n := prod(shape):
-                at = self.files.offset(file, key)
                 chunks.add((first, *(0,) * (len(shape) - 1)), shape, file, at, n * ITEMSIZE[dtype])
         if not t.numel:  # no bytes, but a place
-            chunks.add((0,) * len(t.shape), t.shape, numbers[0], 0, 0)
+            chunks.add((0,) * len(t.shape), t.shape, places[0][0], 0, 0)
         self.tensors[name] = TensorEntry(dtype, t.shape, t.path, chunks)
         self.sources[name] = self.ckpt.tensors[name]
 

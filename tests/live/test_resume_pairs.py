@@ -6,6 +6,7 @@ fixtures/trainers/jobs holds what the trainers wrote after three steps of one an
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import re
@@ -24,24 +25,63 @@ UNINTERRUPTED = [5.068902492523193, 5.127249717712402, 5.210421085357666]
 SOURCES = ("accelerate", "trainer", "trainer-full", "lightning", "torchtitan", "torch", "deepspeed")
 TARGETS = (
     "accelerate", "accelerate-full", "accelerate-ddp", "trainer", "trainer-full", "trainer-ddp", "lightning", "torchtitan", "torch",
-    "deepspeed", "llamafactory", "llamafactory-ddp",
+    "deepspeed", "llamafactory", "llamafactory-ddp", "verl",
 )  # fmt: skip
 SOME = (
     ("trainer", "accelerate"), ("lightning", "accelerate-full"), ("torch", "trainer"), ("accelerate", "trainer-full"),
     ("deepspeed", "lightning"), ("trainer", "torchtitan"), ("torchtitan", "torch"), ("trainer-full", "deepspeed"),
     ("deepspeed", "trainer-ddp"), ("torchtitan", "accelerate-ddp"),
-    ("torch", "llamafactory"),
+    ("torch", "llamafactory"), ("trainer", "verl"),
 )  # fmt: skip
+#: Programs whose own code saves the checkpoint here, at two ranks (fixtures/foreign_jobs.py): {program: a module of it}.
+PROGRAMS = {
+    "verl": "verl", "skyrl": "skyrl", "nemo-rl": "nemo_rl.utils", "prime-rl": "prime_rl", "xtuner": "xtuner.v1", "veomni": "veomni",
+    "automodel": "nemo_automodel",
+}  # fmt: skip
 PAIRS = [(s, t) for s in SOURCES for t in TARGETS] if os.environ.get("PAIRS") == "all" else SOME
+
+
+def is_installed(module: str) -> bool:
+    """Whether a module can be found."""
+    try:
+        return importlib.util.find_spec(module) is not None
+    except ImportError:
+        return False
 
 
 @pytest.mark.parametrize(("source", "target"), PAIRS, ids=[f"{s}-to-{t}" for s, t in PAIRS])
 def test_a_trainer_goes_on_from_the_checkpoint_of_another(source: str, target: str, tmp_path: Path) -> None:
-    trainer, _, kind = target.partition("-")
-    convert(
-        JOBS / source, tmp_path / "out", "--for", trainer, "-n", "3", *(["--state-dict-type", kind] if kind else [])
-    )
+    convert(JOBS / source, tmp_path / "out", *arguments(target))
     assert losses(target, tmp_path / "out", 3) == pytest.approx(UNINTERRUPTED, abs=2e-6)
+
+
+@pytest.mark.parametrize("target", ["trainer", "verl", "torchtitan"])
+@pytest.mark.parametrize("program", PROGRAMS)
+def test_a_trainer_goes_on_from_what_the_code_of_a_program_saves(program: str, target: str, tmp_path: Path) -> None:
+    if not is_installed(PROGRAMS[program]):
+        pytest.skip(f"{program} is not installed")
+    step = tmp_path / program / "step_3"
+    step.parent.mkdir()
+    saved = losses(program, step, 2, "resume_jobs.py" if program == "verl" else "foreign_jobs.py", resume=False)
+    assert saved == pytest.approx(UNINTERRUPTED, abs=2e-6)
+    numbered = ["--like", JOBS / "torch"] if program in ("verl", "skyrl") else []
+    convert(step, tmp_path / "out", *arguments(target), *numbered)
+    assert losses(target, tmp_path / "out", 3) == pytest.approx(UNINTERRUPTED, abs=2e-6)
+
+
+@pytest.mark.skipif(not is_installed("skyrl"), reason="SkyRL is not installed")
+def test_skyrl_goes_on_from_files_written_for_verl(tmp_path: Path) -> None:
+    """It has verl's files of ranks, in policy/."""
+    convert(JOBS / "torch", tmp_path / "out", *arguments("verl"))
+    (tmp_path / "out" / "actor").rename(tmp_path / "out" / "policy")
+    assert losses("skyrl", tmp_path / "out", 3, "foreign_jobs.py") == pytest.approx(UNINTERRUPTED, abs=2e-6)
+
+
+def arguments(target: str) -> list[str]:
+    """Those of `convert` for a kind of job at three ranks."""
+    trainer, _, kind = target.partition("-")
+    device = ["--mesh-device", "cpu"] if trainer == "verl" else []
+    return ["--for", trainer, "-n", "3", *(["--state-dict-type", kind] if kind else []), *device]
 
 
 def test_a_trainer_of_one_process_goes_on_without_fsdp(tmp_path: Path) -> None:
@@ -62,10 +102,10 @@ def convert(*words: str | Path) -> None:
     assert done.returncode == 0, done.stderr
 
 
-def losses(kind: str, path: Path, ranks: int) -> list[float]:
-    """Of the next steps of a job that resumes."""
+def losses(kind: str, path: Path, ranks: int, jobs: str = "resume_jobs.py", resume: bool = True) -> list[float]:
+    """Of steps 3 to 5 of a job that resumes, or that saves before them and goes on."""
     log = path.with_name(f"{path.name}.log")
-    job = [str(REPOSITORY / "fixtures" / "resume_jobs.py"), kind, str(path), "resume"]
+    job = [str(REPOSITORY / "fixtures" / jobs), kind, str(path), *(["resume"] if resume else [])]
     with one_at_a_time():
         NURSERIES.launch(ranks, job, log, **ENVIRONMENT, TORCHELASTIC_RUN_ID="resume")
     text = log.read_text(encoding="utf-8", errors="replace")
