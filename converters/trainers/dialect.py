@@ -669,7 +669,15 @@ def resumes_in(program: str, where: str | None = "at any world size") -> Callabl
 
 
 def rows_of_unrun_program(
-    name: str, title: str, what: str, state: str, *, optimizer: str = "yes", rng: str = "yes", loader: str, saved: bool = False
+    name: str,
+    title: str,
+    what: str,
+    state: str,
+    *,
+    optimizer: str = "yes",
+    rng: str = "yes",
+    loader: str,
+    saved: bool = False,
 ) -> dict[str, tuple[tuple[str, ...], ...]]:
     """Return the rows, in the tables of the documents (docs/_hooks.py), of a program that was not run as a whole.
 
