@@ -290,7 +290,7 @@ def _read_mesh(mesh: dict[str, Any], read_at: ReadAt, what: str) -> tuple[list[i
     return sizes, at, rank if type(rank) is int else None, world
 
 
-def _read_called_mesh(device: object, ranks: Any, named: Any) -> tuple[list[int], list[int], int, int]:
+def _read_called_mesh(device: object, ranks: Any, named: Any) -> tuple[list[int], list[int], int | None, int | None]:
     """Read the arguments of the call that makes a DeviceMesh of one dimension (`make_mesh`); return what `_read_mesh`
     does.
 

@@ -106,7 +106,7 @@ def _extra_states(ckpt: Checkpoint, world: int, placed: set[Path]) -> tuple[list
             code="CKPT0316",
         )
     placed |= set(scheduler)
-    saved = {("lr_scheduler", *p[1:]): x for p, x in scheduler.items()} or {("lr_scheduler",): None}
+    saved: dict[Path, object] = {("lr_scheduler", *p[1:]): x for p, x in scheduler.items()} or {("lr_scheduler",): None}
     files, with_rng = [], []
     for rank in range(world):
         name = f"extra_state_world_size_{world}_rank_{rank}.pt"
@@ -115,7 +115,7 @@ def _extra_states(ckpt: Checkpoint, world: int, placed: set[Path]) -> tuple[list
             own = {}
         own = {p: x for p, x in own.items() if p[2] != "cuda" or isinstance(x, TensorEntry)}  # that of one device
         placed |= set(own)
-        rng = {("rng", "random" if p[2] == "python" else p[2]): x for p, x in own.items()}
+        rng: dict[Path, object] = {("rng", "random" if p[2] == "python" else p[2]): x for p, x in own.items()}
         files.append(SmallFile(name, {**saved, **rng}))
         with_rng += files[-1:] if own else []
     return files, note_lost_rng(with_rng, world)
