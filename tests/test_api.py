@@ -126,6 +126,7 @@ def test_every_layout_says_which_arguments_it_uses() -> None:
         "lightning",
         "torchtitan",
         "torchtune",
+        "verl",
         "llamafactory",
         "megatron",
         "torch_checkpointing",
