@@ -363,6 +363,8 @@ def _exit(status: int) -> NoReturn:
     for number in _SIGNALS:
         if signal.getsignal(number) is _interrupt:
             signal.signal(number, end)
+    if (clusters := sys.modules.get("ckpttool.engine.workers.clusters")) is not None:
+        clusters.leave_mpi(status)
     atexit.register(_ignore_signals)
     atexit.register(gc.freeze)  # or Python looks for cycles among all objects before it ends
     sys.exit(status)

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import time
 from collections.abc import Iterator
-from concurrent.futures import CancelledError, ThreadPoolExecutor
+from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -89,6 +90,45 @@ def test_workers_of_another_version_or_without_ckpttool_are_refused(monkeypatch:
             workers_of("worker_functions:factory"),
         ):
             pass
+
+
+class Deaf(ThreadPoolExecutor):
+    """An engine whose first worker never answers."""
+
+    def __init__(self) -> None:
+        super().__init__(2)
+        self.asked = 0
+
+    def submit(self, fn: Any, /, *args: Any, **kwargs: Any) -> Future[Any]:
+        self.asked += 1
+        return Future() if self.asked == 1 else super().submit(fn, *args, **kwargs)
+
+
+def test_another_worker_is_asked_when_the_first_does_not_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(clusters, "WAIT", 1.2)
+    with Deaf() as deaf:
+        monkeypatch.setattr(functions, "factory", lambda: deaf, raising=False)
+        with workers_of("worker_functions:factory") as workers:
+            assert deaf.asked == 2 and workers.count == 2
+
+
+def test_an_engine_that_does_not_answer_ends_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(clusters, "WAIT", 0.2)
+    with ThreadPoolExecutor(1) as mine:
+        frozen = clusters.Workers(mine, 3, True, "a cluster", lambda: time.sleep(2) or 3)
+        with pytest.raises(
+            RemoteError, match=r"a cluster has not answered for 0 seconds: its scheduler is stopped, or"
+        ):
+            frozen.count_now()
+
+        def lost() -> int:
+            raise OSError("refused")
+
+        gone = clusters.Workers(mine, 3, True, "a cluster", lost)
+        assert gone.count_now() == 3  # as far as is known
+        time.sleep(0.25)
+        with pytest.raises(RemoteError, match=r"its scheduler is gone \(OSError: refused\)\. When it answers again"):
+            gone.count_now()
 
 
 @pytest.mark.parametrize(
@@ -220,6 +260,27 @@ def test_dask_works_with_four_workers_and_survives_the_death_of_one(cluster: Any
         assert first and again
         pending = workers.executor.submit(functions.sleep, "30")
     assert pending.cancelled()
+
+
+@pytest.mark.slow
+def test_a_dask_worker_that_is_stopped_is_named_and_gets_no_request_twice(
+    cluster: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(clusters, "PROMPT", 1.0)
+    stopped = next(iter(cluster.workers.values()))
+    os.kill(stopped.pid, signal.SIGSTOP)
+    try:
+        with (
+            pytest.warns(clusters.FrozenWorkers, match=rf"1 of 4 workers do not answer: {stopped.worker_address}\."),
+            workers_of(f"dask:{cluster.scheduler_address}") as workers,
+        ):
+            first = [workers.submit(functions.sleep, "0.1") for _ in range(4)]
+            assert wait_for(lambda: sum(f.done() for f in first) == 3, 10)
+            (silent,) = [f for f in first if not f.done()]
+            again = [workers.submit(functions.pid, "", [silent]) for _ in range(4)]
+            assert stopped.pid not in [int(f.result(20)) for f in again]
+    finally:
+        os.kill(stopped.pid, signal.SIGCONT)
 
 
 @pytest.mark.slow
@@ -390,6 +451,28 @@ def test_a_rank_that_is_killed_ends_the_job(tmp_path: Path) -> None:
     program = mpi(4, tmp_path, "die", "--workers", "mpi")
     out, _ = program.communicate(timeout=60)
     assert program.returncode != 0 and out.count("in the command") == 1
+
+
+@pytest.mark.slow
+def test_a_rank_that_is_stopped_does_not_keep_the_command_from_its_end(tmp_path: Path) -> None:
+    (tmp_path / "pids").mkdir()
+    code = """
+import os, signal, sys
+import worker_functions as functions
+from ckpttool.engine.workers import clusters
+from ckpttool.engine.workers.executors import serve_if_worker, workers_of
+clusters.PROMPT = 0.5
+serve_if_worker("mpi")
+with workers_of("mpi") as found:
+    found.submit(functions.announce_and_sleep, sys.argv[1])
+    while not os.listdir(sys.argv[1]): pass
+    os.kill(int(os.listdir(sys.argv[1])[0]), signal.SIGSTOP)
+    print(found.submit(functions.sleep, "0").result() != "", flush=True)
+clusters.leave_mpi(7)
+"""
+    program = script(code, tmp_path / "pids", before=mpiexec(3))
+    out, err = program.communicate(timeout=30)
+    assert (program.returncode, out) == (7, "True\n") and "a rank of MPI has not answered for" in err, err
 
 
 @pytest.mark.slow

@@ -15,6 +15,7 @@ import pytest
 import worker_functions as functions
 from programs import TESTS, alive, announced, script, wait_for
 
+from ckpttool.engine.workers import local_processes
 from ckpttool.engine.workers.executors import workers_of
 from ckpttool.engine.workers.local_processes import LocalProcesses, WorkerDied
 from ckpttool.errors import Corrupt
@@ -183,6 +184,19 @@ def test_a_template_that_is_killed_is_not_missed(local: LocalProcesses) -> None:
         except WorkerDied:
             pass
     assert found[-1][1:] == [str(os.getpid())]
+
+
+def test_a_template_that_is_stopped_is_ended_with_its_workers(
+    local: LocalProcesses, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(local_processes, "_ANSWERS", 0.3)
+    local.prepare(functions.remember, "index")
+    first, template = map(int, local.submit(functions.recall, "").result().split()[:2])
+    os.kill(template, signal.SIGSTOP)
+    os.kill(first, signal.SIGKILL)
+    assert wait_for(lambda: not alive([first]), 2)
+    assert local.submit(functions.recall, "").result().split()[1:] == [str(os.getpid())]
+    assert not alive([template])
 
 
 @pytest.mark.parametrize(

@@ -24,7 +24,7 @@ import ckpttool
 from ckpttool.engine.copy import fill
 from ckpttool.engine.opening import OpenOptions
 from ckpttool.engine.planning import Plan
-from ckpttool.engine.workers import executors, part_worker, parts
+from ckpttool.engine.workers import clusters, executors, part_worker, parts
 from ckpttool.engine.workers.coordinator import digest_with_workers
 from ckpttool.errors import CkpttoolError, Corrupt, Interrupted, NoSpace, SourceChanged, Unreadable, UsageError
 from ckpttool.layouts import layouts
@@ -289,6 +289,28 @@ def test_a_worker_that_is_late_does_not_disturb_the_read_back(tmp_path: Path) ->
 
     convert(FSDP2, tmp_path / "out", "dcp", workers=workers, progress=progress)
     assert len(late) == 2 and all("no longer being filled" in text for text in late)
+
+
+def test_a_part_that_two_workers_do_not_finish_is_given_to_a_third(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where none is done, so that nothing says how long one takes; where nobody is free, a warning says so."""
+    for name, value in (("_UNKNOWN_SECONDS", 0.2), ("_SILENT_SECONDS", 0.3)):
+        monkeypatch.setattr(parts, name, value)
+    given: list[Future[str]] = []
+
+    class Frozen(Executor):
+        def submit(self, fn: Any, /, *args: Any, **kwargs: Any) -> Future[str]:
+            given.append(Future())
+            if len(given) == 3:
+                threading.Timer(2.5, given[-1].set_result, ["{}"]).start()
+            return given[-1]
+
+    part, results = parts.WorkPart(0, 0, 1, 1000), dict[int, Any]()
+    workers = executors.Workers(Frozen(), 3, False, "three workers")
+    with pytest.warns(
+        clusters.FrozenWorkers, match=r"part 0 \(1,000 bytes\) has been at work for .* in . of the workers of three"
+    ):
+        again = parts.run_parts([part], results, str, workers, lambda done, total: None, str)
+    assert (again, len(given), results) == (2, 3, {0: {}})
 
 
 def test_a_slow_part_is_given_to_a_second_worker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

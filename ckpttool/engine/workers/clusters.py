@@ -8,6 +8,7 @@ Under `mpiexec` each rank runs the command; `mpi_executor` turns all ranks but 0
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import os
 import re
@@ -16,23 +17,29 @@ import socket
 import sys
 import threading
 import time
+import warnings
 import weakref
-from collections.abc import Callable, Iterator
-from concurrent.futures import Executor, Future
+from collections.abc import Callable, Collection, Iterator
+from concurrent.futures import FIRST_COMPLETED, Executor, Future
+from concurrent.futures import wait as wait_for_futures
 from contextlib import chdir, contextmanager
-from dataclasses import dataclass
-from typing import Any, TextIO, cast
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, TextIO, TypeVar, cast
 
 from ..._version import __version__
-from ...errors import CkpttoolError, RemoteError, UsageError, argument
+from ...errors import RemoteError, UsageError, argument
 from ...extras import explain_missing_package, require_packages
+from ...printable import list_first
 from .local_processes import LocalProcesses
 
 __all__ = [
+    "FrozenWorkers",
     "SharedExecutor",
     "Workers",
     "ask_worker",
     "dask_workers",
+    "leave_mpi",
     "mpi_executor",
     "mpi_workers",
     "ray_workers",
@@ -40,14 +47,44 @@ __all__ = [
     "version_of_worker",
 ]
 
+T = TypeVar("T")
+
 #: Seconds to wait for a scheduler, and then for a first worker: those of a Slurm job do not start at once.
 WAIT = 60.0
+
+#: Seconds that each worker has to say which version it has, and an engine to end.
+PROMPT = 10.0
 
 #: Seconds that a cluster may be without a worker before a run gives up.
 GONE = 300.0
 
 
-@dataclass(frozen=True)
+class FrozenWorkers(UserWarning):
+    """Workers that do not answer; others do their work if there are any."""
+
+
+def call_within(seconds: float, fn: Callable[[], T]) -> T:
+    """Return `fn()`, called in a thread of its own, which is left behind if it takes longer than `seconds`.
+
+    Raises:
+        TimeoutError: it takes longer.
+        Exception: what `fn` raises; a TimeoutError of its own is a RuntimeError.
+    """
+    future: Future[T] = Future()
+
+    def call() -> None:
+        try:
+            future.set_result(fn())
+        except TimeoutError as e:
+            future.set_exception(RuntimeError(f"TimeoutError: {e}"))
+        except BaseException as e:
+            future.set_exception(e)
+
+    threading.Thread(target=call, daemon=True, name="ckpttool-ask").start()
+    return future.result(seconds)
+
+
+@dataclass
 class Workers:
     """The workers of one run.
 
@@ -56,7 +93,7 @@ class Workers:
         count: how many requests they work on at the same time, at the beginning; None if the engine does not say.
         remote: whether they may be on other machines, where local paths, device numbers and inodes can differ.
         name: in messages and progress.
-        recount: asks the engine again, where workers come and go.
+        recount: asks the engine again, where workers come and go; 0 for none.
     """
 
     executor: Executor
@@ -64,6 +101,9 @@ class Workers:
     remote: bool
     name: str
     recount: Callable[[], int | None] | None = None
+    # since when the engine could not be asked, or had no workers, if that is so now
+    _failing: float | None = field(default=None, init=False)
+    _empty: float | None = field(default=None, init=False)
 
     def prepare(self, fn: Callable[[str], str], text: str) -> None:
         """Call `fn(text)` once for all workers, where they are several processes of this machine, copied from one.
@@ -71,18 +111,42 @@ class Workers:
         if isinstance(self.executor, LocalProcesses) and (self.count or 0) > 1:
             self.executor.prepare(fn, text)
 
+    def submit(self, fn: Callable[[str], str], text: str, others: Collection[Future[str]] = ()) -> Future[str]:
+        """Return the future of `fn(text)`, for another worker than those that have `others`, futures of the same
+        request, if there is one."""
+        return _submit_beside(self.executor, fn, text, others)
+
     def count_now(self) -> int | None:
         """Count the requests that the workers can work on at the same time now; None if the engine does not say.
 
         Raises:
-            RemoteError: there have been no workers for `GONE` seconds.
+            RemoteError: there have been no workers for `GONE` seconds, or the engine has not answered for `WAIT`
+                seconds.
         """
-        try:
-            return self.recount() if self.recount else self.count
-        except CkpttoolError:
-            raise
-        except Exception:  # a cluster that is gone: the next request fails, and says so
+        if self.recount is None:
             return self.count
+        now, why = time.monotonic(), "stopped, or the connection to it is lost"
+        try:
+            found = call_within(WAIT, self.recount)
+        except Exception as e:
+            if not isinstance(e, TimeoutError):  # it may be started again, and then it answers
+                self._failing = self._failing or now
+                if now - self._failing < WAIT:
+                    return self.count
+                why = f"gone ({type(e).__name__}: {str(e)[:300]})"
+            raise RemoteError(
+                f"{self.name} has not answered for {WAIT:.0f} seconds: its scheduler is {why}. When it answers again, "
+                "run the same command again: what is done is kept.",
+                code="CKPT0907",
+            ) from None
+        self._failing, self._empty = None, None if found else self._empty or now
+        if self._empty is not None and now - self._empty > GONE:
+            raise RemoteError(
+                f"{self.name} has had no worker for {GONE:.0f} seconds. Start workers, then run the same command "
+                "again: what is done is kept.",
+                code="CKPT0907",
+            )
+        return found or None
 
 
 class SharedExecutor(Executor):
@@ -124,22 +188,42 @@ def version_of_worker(text: str) -> str:
     return __version__
 
 
+def _submit_beside(
+    executor: Executor, fn: Callable[[str], str], text: str, others: Collection[Future[str]]
+) -> Future[str]:
+    """Submit a request to another worker than those that have `others`, if the engine can be asked for that."""
+    if others and isinstance(executor, _DaskExecutor):
+        return executor.submit(fn, text, workers=executor.list_workers_without(others))
+    return executor.submit(fn, text)
+
+
 def ask_worker(executor: Executor, said: str, fn: Callable[[str], str]) -> str:
-    """Have a worker call `fn("")`, and return its answer as text; `said` is how the user named the workers.
+    """Have a worker call `fn("")`, and return its answer as text. While none answers, more are asked, after 1 second, 2
+    more, 4 more, and so on, since one of them may be frozen; the first answer counts.
+
+    Args:
+        said: how the user named the workers.
 
     Raises:
         RemoteError: no worker answers in `WAIT` seconds, or none can be asked.
         UsageError: the call failed in the worker.
     """
-    future = executor.submit(fn, "")
-    try:
-        return str(future.result(WAIT))
-    except TimeoutError:
+    futures: list[Future[str]] = []
+    end, pause = time.monotonic() + WAIT, 1.0
+    while (left := end - time.monotonic()) > 0:
+        futures.append(_submit_beside(executor, fn, "", futures))
+        if done := wait_for_futures(futures, min(pause, left), FIRST_COMPLETED).done:
+            break
+        pause *= 2
+    for future in futures:
         future.cancel()
+    if not done:
         raise RemoteError(
             f"{said}: no worker took a request in {WAIT:.0f} seconds. Start workers, then run this again.",
             code="CKPT0907",
-        ) from None
+        )
+    try:
+        return str(done.pop().result())
     except Exception as e:
         raise UsageError(
             f"{said}: a worker cannot run ckpttool ({type(e).__name__}: {str(e)[:300]}). Install "
@@ -168,6 +252,64 @@ def refuse_other_version(said: str, who: str, found: str | None) -> None:
 
 
 # ---------------------------------------------------------------------------------------------------------------- dask
+
+
+class _DaskExecutor(SharedExecutor):
+    """The workers of a dask client, which can be named when work is submitted."""
+
+    def __init__(self, client: Any, said: str) -> None:
+        # pure=False: the same request again is another task; retries=0: whoever submits decides about those
+        super().__init__(client.get_executor(retries=0, pure=False), said)
+        self._client = client
+        self._keys: weakref.WeakKeyDictionary[Future[Any], str] = weakref.WeakKeyDictionary()
+
+    def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
+        """Return the future of `fn(*args)`; `workers`, a list of addresses, are those that may run it.
+
+        Raises:
+            RemoteError: the scheduler takes no more work.
+        """
+        key = f"ckpttool-{os.urandom(16).hex()}"
+        future = super().submit(fn, *args, key=key, **kwargs)
+        self._keys[future] = key
+        return future
+
+    def list_workers_without(self, futures: Collection[Future[Any]]) -> list[str] | None:
+        """List the addresses of the workers that have none of these futures; None where there is none, or the scheduler
+        does not say."""
+        keys = {self._keys.get(f) for f in futures}
+        try:
+            found = self._client.sync(self._client.scheduler.processing, workers=None, callback_timeout=PROMPT)
+        except Exception:  # it is gone or stopped: the next count of workers says so
+            return None
+        return [address for address, has in found.items() if keys.isdisjoint(has)] or None
+
+    def versions(self) -> dict[str, str | None]:
+        """Return the version of ckpttool, None for none, of the scheduler and of each worker that answers in `PROMPT`
+        seconds; the others are named in a warning."""
+
+        async def ask() -> dict[str, Any]:
+            scheduler, message = self._client.scheduler, {"op": "versions", "packages": ["ckpttool"]}
+            addresses = list((await scheduler.identity(n_workers=-1))["workers"])
+            asked = (scheduler.broadcast(msg=message, workers=[a], on_error="ignore") for a in addresses)
+            first = scheduler.versions(packages=["ckpttool"])
+            answers = await asyncio.gather(
+                *(asyncio.wait_for(question, PROMPT) for question in (first, *asked)), return_exceptions=True
+            )
+            silent = [a for a, found in zip(addresses, answers[1:], strict=True) if isinstance(found, BaseException)]
+            if silent:
+                warnings.warn(
+                    f"{self._said}: {len(silent)} of {len(addresses)} workers do not answer: {list_first(silent)}.",
+                    FrozenWorkers,
+                    stacklevel=2,
+                )
+            found = {"the scheduler": answers[0]}
+            for answer in answers[1:]:
+                found |= answer if isinstance(answer, dict) else {}
+            return found
+
+        found = self._client.sync(ask, callback_timeout=WAIT)
+        return {who: has["packages"]["ckpttool"] for who, has in found.items() if isinstance(has, dict)}
 
 
 @contextmanager
@@ -207,9 +349,8 @@ def dask_workers(where: str) -> Iterator[Workers]:
         raise UsageError(
             f"{said}: {type(e).__name__}: {e}. Write dask:tcp://HOST:8786 or dask:FILE.json.", code="CKPT0220"
         ) from e
-    # ask for a worker, and for everyone's version.
-    # pure=False: the same request again is another task; retries=0: whoever submits decides about those
-    executor = SharedExecutor(client.get_executor(retries=0, pure=False), said)
+    # ask for a worker, and for everyone's version
+    executor = _DaskExecutor(client, said)
     log = logging.getLogger("distributed.client")
     level = log.level
     log.setLevel(logging.CRITICAL)  # tracebacks of its own about a scheduler that is gone; we say so
@@ -217,31 +358,14 @@ def dask_workers(where: str) -> Iterator[Workers]:
         ask_worker(
             executor, said, str
         )  # a function that every worker has: dask never answers where one cannot be imported
-        versions = client.get_versions(packages=["ckpttool"])
-        for who, has in {"the scheduler": versions["scheduler"], **versions["workers"]}.items():
-            refuse_other_version(said, who, has["packages"]["ckpttool"])
+        for who, version in executor.versions().items():
+            refuse_other_version(said, who, version)
 
-        seen = time.monotonic()
+        def count() -> int:
+            """Count the workers' threads."""
+            return sum(worker["nthreads"] for worker in client.scheduler_info(n_workers=-1)["workers"].values())
 
-        def count() -> int | None:
-            """Count the workers' threads; None while there are none.
-
-            Raises:
-                RemoteError: there have been none for `GONE` seconds.
-            """
-            nonlocal seen
-            n = sum(worker["nthreads"] for worker in client.scheduler_info(n_workers=-1)["workers"].values())
-            if n:
-                seen = time.monotonic()
-            elif time.monotonic() - seen > GONE:
-                raise RemoteError(
-                    f"{said} has had no worker for {GONE:.0f} seconds. Start workers, then run the same command again: "
-                    "what is done is kept.",
-                    code="CKPT0907",
-                )
-            return n or None
-
-        yield Workers(executor, count(), True, f"dask {client.scheduler.addr}", count)
+        yield Workers(executor, count() or None, True, f"dask {client.scheduler.addr}", count)
     finally:
         executor.shutdown()
         client.close(timeout=5)
@@ -330,10 +454,10 @@ def ray_workers(where: str) -> Iterator[Workers]:
     try:
         refuse_other_version(said, "a worker", ask_worker(executor, said, version_of_worker))
 
-        def count() -> int | None:
-            return int(ray.cluster_resources().get("CPU", 0)) or None
+        def count() -> int:
+            return int(ray.cluster_resources().get("CPU", 0))
 
-        yield Workers(executor, count(), True, f"Ray at {where}", count)
+        yield Workers(executor, count() or None, True, f"Ray at {where}", count)
     finally:
         executor.shutdown(cancel_futures=True)
         if ours:
@@ -364,6 +488,25 @@ def mpi_workers() -> Iterator[Workers]:
         yield Workers(shared, count, True, "MPI" if count is None else f"{count} MPI ranks")
     finally:
         shared.shutdown()
+
+
+def leave_mpi(status: int) -> None:
+    """Let the other ranks of MPI end, if this process has used them, before it ends with an exit status. Where one does
+    not answer in `PROMPT` seconds, MPI would wait for ever: end all of them, and this process, with that status."""
+    if _mpi_pool is None:
+        return
+    try:
+        call_within(PROMPT, partial(_mpi_pool[0].shutdown, wait=True))
+    except TimeoutError:
+        from mpi4py import MPI
+
+        warnings.warn(
+            f"the run has ended, and a rank of MPI has not answered for {PROMPT:.0f} seconds: it is aborted.",
+            FrozenWorkers,
+            stacklevel=2,
+        )
+        sys.stderr.flush()
+        MPI.COMM_WORLD.Abort(status)
 
 
 def mpi_executor() -> tuple[Executor, int | None]:

@@ -55,6 +55,9 @@ getattr(local_worker, sys.argv[3])(file, int(sys.argv[4]))
 #: Seconds that a worker may take to end by itself once its socket is closed.
 _PATIENCE = 0.5
 
+#: Seconds that a template may take to make a worker. One that takes longer is stopped, and is killed.
+_ANSWERS = 10.0
+
 
 class WorkerDied(BrokenExecutor):
     """A worker process ended before it answered. Other requests are not affected."""
@@ -195,7 +198,7 @@ class LocalProcesses(Executor):
         if self._template is not None:
             try:
                 return self._template.copy(theirs, stderr), b""
-            except (WorkerDied, OSError):
+            except (WorkerDied, OSError):  # the kernel ends its workers with it
                 self._end_template()
         return _spawn(serve_as_worker, theirs, stderr)
 
@@ -325,6 +328,7 @@ class _Template(_Worker):
     def __init__(self) -> None:
         super().__init__(partial(_spawn, serve_as_template))
         self._lock = threading.Lock()
+        self._silent = False  # whether an answer is overdue, so that the next one might be that
 
     def copy(self, theirs: socket.socket, stderr: BinaryIO) -> _Copy:
         """Make a worker, a fork of this process, that serves at a socket.
@@ -334,6 +338,7 @@ class _Template(_Worker):
             stderr: the file for its standard output and standard error.
 
         Raises:
+            TimeoutError: the template does not answer.
             WorkerDied, OSError: the template has ended, or could not make one.
         """
         with self._lock:
@@ -354,8 +359,12 @@ class _Template(_Worker):
         """Read the text of the template's next answer.
 
         Raises:
+            TimeoutError: it has not answered for `_ANSWERS` seconds, now or before.
             WorkerDied: the template has ended.
         """
+        if self._silent or not select.select([self.socket], [], [], _ANSWERS)[0]:
+            self._silent = True
+            raise TimeoutError("the process that makes workers does not answer")
         answer = read_message(self.file, RETURNED)
         if answer is None:
             raise WorkerDied("the process that makes workers has ended")

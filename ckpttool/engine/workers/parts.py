@@ -8,13 +8,14 @@ is a BLAKE3 of all its bytes, in order.
 
 Each part may be done twice (`run_parts`). What fails because its worker died, or because a system call failed, is
 submitted again, three times in all. When nothing is left to be submitted, what takes three times as long as the others
-did is given to a second worker; the first answer counts.
+did is given to another worker, twice if need be; the first answer counts.
 """
 
 from __future__ import annotations
 
 import statistics
 import time
+import warnings
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
@@ -24,7 +25,7 @@ from typing import NamedTuple
 from ...errors import CkpttoolError, RemoteError, Unreadable
 from ...index.checkpoint import TensorEntry
 from ...index.draft import Draft
-from .executors import Workers
+from .clusters import FrozenWorkers, Workers
 from .part_requests import Json, parse_answer
 
 __all__ = ["WorkPart", "cut_draft", "cut_tensors", "least_part_bytes", "run_parts"]
@@ -109,14 +110,17 @@ _AT_ONCE = 64  # parts that are submitted to an engine that does not say how man
 _TRIES = 3
 _SLOW = 3.0  # a part is submitted once more when it takes so many times the median
 _SLOW_SECONDS = 5.0
+_UNKNOWN_SECONDS, _UNKNOWN_BYTES = 30.0, 10e6  # while no part is done: so long, and a second for so many bytes
+_SILENT_SECONDS = 60.0  # after that, a part that cannot be submitted again is worth a warning
 
 
 @dataclass
 class _Flight:
-    """A part that a worker has, or two."""
+    """A part that a worker has, or several. `began` is when the first of them got it, `submitted` the last."""
 
     part: WorkPart
     began: float
+    submitted: float = 0.0
     tries: int = 1
     futures: set[Future[str]] = field(default_factory=set)
 
@@ -148,12 +152,14 @@ def run_parts(
     flight_of: dict[Future[str], _Flight] = {}
     seconds: list[float] = []  # of each part that is done
     submitted = 0
+    silent = False  # whether a warning has said that a part hangs
 
     def submit(flight: _Flight) -> None:
         """Submit a part to the workers once more, and note the future."""
         nonlocal submitted
         submitted += 1
-        future = workers.executor.submit(run, request(flight.part.number))
+        flight.submitted = time.monotonic()
+        future = workers.submit(run, request(flight.part.number), flight.futures)
         flight.futures.add(future)
         flight_of[future] = flight
 
@@ -187,6 +193,7 @@ def run_parts(
                 progress(passed, total)
             if not todo:
                 _duplicate_slow_parts(flights, seconds, at_once - len(flight_of), submit)
+            silent = silent or _warn_of_frozen(flights, seconds, workers)
     finally:
         for future in flight_of:
             future.cancel()
@@ -236,13 +243,34 @@ def _duplicate_slow_parts(
         seconds: how long each part that is done has taken.
         free: how many workers have nothing to do.
     """
-    if not seconds:
-        return
-    late = time.monotonic() - max(_SLOW * statistics.median(seconds), _SLOW_SECONDS)
     for flight in sorted(flights.values(), key=lambda f: f.began):
-        if free <= 0 or flight.began > late:
-            return
-        if flight.tries < _TRIES and len(flight.futures) < 2:
+        if free > 0 and flight.tries < _TRIES and _is_late(flight, seconds):
             flight.tries += 1
             submit(flight)
             free -= 1
+
+
+def _is_late(flight: _Flight, seconds: list[float], least: float = 0.0) -> bool:
+    """Tell whether a part takes much longer than those that are done have taken, and at least `least` seconds, since it
+    was last submitted. While none is done, its bytes say how long is long."""
+    usual = max(_SLOW * statistics.median(seconds), _SLOW_SECONDS) if seconds else 0.0
+    return time.monotonic() - flight.submitted > max(
+        usual or _UNKNOWN_SECONDS + flight.part.nbytes / _UNKNOWN_BYTES, least
+    )
+
+
+def _warn_of_frozen(flights: dict[int, _Flight], seconds: list[float], workers: Workers) -> bool:
+    """Where every part that was submitted takes much longer than others did, so that nothing moves, warn of the first
+    and return True; else return False."""
+    if not flights or not all(_is_late(f, seconds, _SILENT_SECONDS) for f in flights.values()):
+        return False
+    flight = min(flights.values(), key=lambda f: f.began)
+    warnings.warn(
+        f"part {flight.part.number} ({flight.part.nbytes:,} bytes) has been at work for "
+        f"{time.monotonic() - flight.began:.0f} seconds, in {len(flight.futures)} of the workers of {workers.name}. "
+        "They may be stopped, or wait for a disk or a store. The run goes on when one of them answers; if it is "
+        "interrupted, the same command continues it.",
+        FrozenWorkers,
+        stacklevel=3,
+    )
+    return True
