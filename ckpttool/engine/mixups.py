@@ -35,7 +35,7 @@ from typing import Any
 from ..errors import Corrupt, argument
 from ..formats.crc import crc32, crc32_combine
 from ..formats.stored_tensors import decode_number
-from ..index.checkpoint import ITEMSIZE, Checkpoint, Chunks, OtherCopy, TensorEntry
+from ..index.checkpoint import ITEMSIZE, Checkpoint, Chunks, OtherCopy, Record, TensorEntry
 from ..index.draft import Dropped
 from ..index.param_groups import names_by_group
 from ..index.records import are_known, sort_records
