@@ -178,6 +178,9 @@ def read(
             )
         if value != b"little":
             raise _malformed(what, f"its byte order is {value!r}")
+    aligned = records.get(".storage_alignment")  # which torch.load reads as a number
+    if aligned is not None and not read_at(aligned.offset, min(aligned.length, 16)).isdigit():
+        raise _malformed(what, "its .storage_alignment is no number")
     pkl = records["data.pkl"]
     if pkl.length > MAX_PICKLE_BYTES:
         raise Unsafe(f"{what}: data.pkl has {pkl.length} bytes.", code="CKPT0704")

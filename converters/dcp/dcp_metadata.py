@@ -761,6 +761,10 @@ def _join_chunks(
     properties, size, run = state
     dtype = properties.state
     dtype = (dtype["dtype"] if isinstance(dtype, dict) else dtype[0]).name
+    if dtype not in ITEMSIZE:
+        raise Unsupported(
+            f'{what}: tensor "{key}" is of dtype torch.{dtype}, which ckpttool does not know.', code="CKPT0329"
+        )
     size = tuple(size)
     ndim = len(size)
     if not all(type(k) is int for k in size):

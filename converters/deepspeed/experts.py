@@ -430,9 +430,8 @@ def _insert(reading: SaveReader, model: File, layers: dict[str, dict[str, tuple[
             f'{model.what}: "{odd}" is tied to another weight; which experts of other ranks are, no file says.',
             code="CKPT0325",
         )
-    listed = model.tree.get("buffer_names")
-    if isinstance(listed, list):
-        rest = _numbers_by_layer(n for n in listed if isinstance(n, str))
+    if listed := model.buffer_names():
+        rest = _numbers_by_layer(listed)
         buffers = [
             n for own in layers.values() for n in own if (m := EXPERT_NAME.fullmatch(n)) and m[3] in rest.get(m[1], ())
         ]
@@ -599,7 +598,7 @@ def _names_of_groups(
     Raises:
         Unsupported: several orders fit the shapes.
     """
-    buffers = set(model.tree.get("buffer_names") or ())
+    buffers = set(model.buffer_names())
     module = [(n, t.shape) for n, t in model.get("module", dict).items() if isinstance(t, StoredTensor)]
     module = [(n, s) for n, s in module if n not in buffers]
     flagged = [bool(g.get("moe")) for g in part.groups]

@@ -287,6 +287,17 @@ class File:
             )
         self.tree: Any = tree
 
+    def buffer_names(self) -> list[str]:
+        """Return the names of the buffers that the file lists; [] if it lists none.
+
+        Raises:
+            Corrupt: it lists something else.
+        """
+        found = self.tree.get("buffer_names") or []
+        if not isinstance(found, list) or not all(isinstance(n, str) for n in found):
+            raise Corrupt(f"{self.what}: buffer_names is {short(found)}.", code="CKPT0406")
+        return found
+
     def get(self, key: str, kind: type | tuple[type, ...], inside: dict[str, Any] | None = None) -> Any:
         """Return a value of the file's dict, or of the dict `inside`, which is a part of it.
 

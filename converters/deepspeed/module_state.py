@@ -299,9 +299,7 @@ class SaveReader:
         first = models[0]
         module, aliases = first.get("module", dict), tied_names([*models, *self.everyone])
         frozen = first.tree.get("frozen_param_shapes") or {}
-        buffers = first.tree.get("buffer_names") or []
-        if not isinstance(buffers, list) or not all(isinstance(n, str) for n in buffers):
-            raise Corrupt(f"{first.what}: buffer_names is {short(buffers)}.", code="CKPT0406")
+        buffers = first.buffer_names()
         if not isinstance(frozen, dict) or not all(is_shape(s) for s in frozen.values()):
             raise Corrupt(f"{first.what}: frozen_param_shapes is {short(frozen)}.", code="CKPT0406")
         for alias in aliases:

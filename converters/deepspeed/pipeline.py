@@ -76,7 +76,7 @@ def load_stages(reading: SaveReader) -> list[Stage]:
                 f"{f.what}: {short(dimensions)}: layers that tensor parallel ranks have parts of.", code="CKPT0325"
             )
     trained = {n: s for f in models for group in param_shapes(f) for n, s in group.items()}
-    buffers = list(dict.fromkeys(n for f in models for n in f.get("buffer_names", list)))
+    buffers = list(dict.fromkeys(n for f in models for n in f.buffer_names()))
     module = _load_layers(reading, trained, {str(n) for n in buffers})
     for f in models:
         f.tree |= {"module": module, "buffer_names": buffers}

@@ -85,7 +85,7 @@ def _parts(source: Source) -> Sequence[DirectoryPart]:
     names = source.list()
     layout = _layout_of_model(source) or "dcp"
     out = [DirectoryPart(_BIN if layout == "full" else "model", layout, "model")]
-    if ".metadata" in source.list("optimizer"):
+    if any(n == ".metadata" or n.endswith(".distcp") for n in source.list("optimizer")):
         out.append(DirectoryPart("optimizer", "dcp", "optim"))
     elif source.exists(_OPTIMIZER):
         out.append(DirectoryPart(_OPTIMIZER, "full", "optim", optional=True))

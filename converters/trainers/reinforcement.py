@@ -139,7 +139,7 @@ def _parts_of_nemo_rl(source: Source) -> list[DirectoryPart]:
     inside = source.list("policy/weights")
     if ".metadata" in inside:
         out = [DirectoryPart("policy/weights", "dcp", "model")]
-        if source.exists("policy/optimizer/.metadata"):
+        if source.list("policy/optimizer"):  # damaged where it has no .metadata
             out.append(DirectoryPart("policy/optimizer", "dcp", "optim"))
     else:
         raise Unsupported(

@@ -7,6 +7,7 @@ import json
 import pickle
 import pickletools
 import shutil
+import tarfile
 import zipfile
 from collections.abc import Iterator
 from itertools import pairwise, product
@@ -14,10 +15,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+import torch.distributed.checkpoint as dcp
 from evil import rezipped
 
 import ckpttool
-from ckpttool.errors import CkpttoolError, Corrupt
+from ckpttool.errors import CkpttoolError, Corrupt, Unsupported
 
 FIXTURES = Path(__file__).parents[2] / "fixtures"
 VALUES: list[Any] = [None, True, -1, 2**70, 1.5, "x", [3], {"a": 1}]
@@ -128,3 +131,34 @@ def test_a_dtensor_that_shows_another_shape_or_dtype_than_it_has_is_refused(
         ckpttool.open(copy) as ckpt,
     ):
         ckpt.locate()
+
+
+def test_numbers_that_torch_reads_from_small_records_are_numbers(tmp_path: Path) -> None:
+    torch.save({"model": {"w": torch.ones(3)}}, tmp_path / "x.pt")
+    raw = (tmp_path / "x.pt").read_bytes()
+    (tmp_path / "x.pt").write_bytes(rezipped(raw, lambda r: r.update({"x/.storage_alignment": "ο".encode()})))
+    with pytest.raises(ValueError):
+        torch.load(tmp_path / "x.pt")
+    with pytest.raises(Corrupt, match=r"\.storage_alignment is no number"):
+        ckpttool.open(tmp_path / "x.pt")
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_a_dtype_of_no_torch_in_metadata_is_refused_by_name(tmp_path: Path) -> None:
+    dcp.save({"model": {"w": torch.arange(3)}}, checkpoint_id=tmp_path / "d", no_dist=True)
+    file = tmp_path / "d" / ".metadata"
+    assert file.read_bytes().count(b"int64") == 1
+    file.write_bytes(file.read_bytes().replace(b"int64", b"int46"))
+    with pytest.raises(Unsupported, match=r'tensor "model\.w" is of dtype torch\.int46'):
+        ckpttool.open(tmp_path / "d")
+
+
+def test_buffer_names_of_a_pipeline_are_names(tmp_path: Path) -> None:
+    with tarfile.open(FIXTURES / "deepspeed" / "parallel.tar.xz") as archive:
+        archive.extractall(tmp_path, filter="data")
+    source = tmp_path / "pipeline_z1_pp2_w4" / "ck"
+    file = source / "global_step3" / "mp_rank_00_model_states.pt"
+    tree = torch.load(file, weights_only=False)
+    torch.save({**tree, "buffer_names": [*tree["buffer_names"], torch.device("cpu")]}, file)
+    with pytest.raises(Corrupt, match="buffer_names is"):
+        ckpttool.open(source)

@@ -17,7 +17,7 @@ from torch.distributed.checkpoint.state_dict import get_state_dict
 
 import ckpttool
 from ckpttool.engine.discover import detection
-from ckpttool.errors import Unsupported
+from ckpttool.errors import CkpttoolError, Unsupported
 from ckpttool.storage.source import Source
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
@@ -140,3 +140,10 @@ def test_an_unfinished_save_of_xtuner_is_said_to_be_one(tmp_path: Path) -> None:
     assert (row.layout, row.complete) == ("xtuner", False)
     with ckpttool.open(source) as opened:
         assert any("no train_state.json" in n for n in opened.checkpoint.notes)
+
+
+def test_an_optimizer_without_its_index_is_damage_and_not_a_step_without_optimizer(tmp_path: Path) -> None:
+    source = nemo_rl(tmp_path / "step_3")
+    (source / "policy" / "optimizer" / ".metadata").unlink()
+    with pytest.raises(CkpttoolError, match=r"policy/optimizer"):
+        ckpttool.open(source)
