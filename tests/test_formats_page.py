@@ -61,6 +61,7 @@ def test_every_layout_that_is_written_has_a_section() -> None:
         ("trainers/jobs/trainer", "lightning", 3, ""),
         ("trainers/jobs/torchtitan", "torchtitan", 3, ""),
         *(("trainers/jobs/trainer", "llamafactory", 2, kind) for kind in ("sharded", "ddp")),
+        ("trainers/jobs/accelerate", "verl", 2, ""),
         ("maps/tune-llama3/epoch_0", "torchtune", None, ""),
         ("megatron/buckets_tp2/ckpt/iter_0000003", "megatron", 2, ""),
     ],

@@ -111,6 +111,12 @@ class TorchFiles:
         assert isinstance(f, _File)
         return f.places[key]
 
+    def head_bytes(self, file: int) -> int:
+        """Return the bytes of file number `file`, which has storages, that are known before they are written."""
+        f = self.files[file]
+        assert isinstance(f, _File)
+        return sum(map(len, f.head))
+
     def sizes(self) -> list[int]:
         """Return the size of every file in bytes; of files with storages, an upper bound."""
         out = []

@@ -504,7 +504,7 @@ _ROWS = {
     ),
     "readme-trainers": (
         (
-            "[your loop](docs/how-to/trainers/torch.md) (**dcp**, **full**, **script**)",
+            "[your loop](docs/how-to/trainers/torch.md) (**dcp**, **full**, **script**, **script_dcp**)",
             "`dcp.save`, `torch.save`; `model.pt` next to `optimizer.pt`",
             "yes",
             "yes",

@@ -186,7 +186,17 @@ def numbered_tree(key: Path, numbers: Mapping[str, int], leaves: dict[Path, obje
     """
 
     def name(fqn: str) -> str | int:
-        """Return what the file has for a parameter: its number, or its name in the live module."""
+        """Return what the file has for a parameter: its number, or its name in the live module.
+
+        Raises:
+            Unsupported: no param group lists the parameter.
+        """
+        if numbers and fqn not in numbers:
+            raise Unsupported(
+                f'optim.state has an entry for "{fqn}", which no param group lists; the optimizer would not know what '
+                "to do with it.",
+                code="CKPT0308",
+            )
         return numbers[fqn] if numbers else live_name(fqn)
 
     out: dict[Path, object] = {}

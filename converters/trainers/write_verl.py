@@ -162,6 +162,7 @@ class _RankFiles:
         self.files = TorchFiles()
         self.tensors: dict[str, TensorEntry] = {}
         self.sources: dict[str, TensorEntry] = {}
+        self._ends: dict[int, int] = {}  # {number of a file: byte at which what was placed in it ends}
 
     def add(self, component: str, tree: Mapping[Path, object]) -> None:
         """Add the file of every rank with the leaves of a component, {path in the file: leaf}."""
@@ -215,6 +216,10 @@ class _RankFiles:
         """Say where the bytes of a tensor lie: its rows in the files of all ranks, or a copy of all of it in each.
         `places` are {rank: (number of its file, byte of it)}."""
         dtype = self._dtype(t)
+        file, at = places[0]
+        behind = self._ends.get(file) or self.files.head_bytes(file)
+        if n := prod(self._rows(t, 0)[1]) * ITEMSIZE[dtype]:
+            self._ends[file] = at + n
         if not self._is_cut(t) and t.numel:
             for rank, (file, at) in places.items():
                 copy = name if rank == 0 else f"replica.{rank}.{name}"
@@ -227,8 +232,8 @@ class _RankFiles:
             first, shape = self._rows(t, rank)
             if n := prod(shape):
                 chunks.add((first, *(0,) * (len(shape) - 1)), shape, file, at, n * ITEMSIZE[dtype])
-        if not t.numel:  # no bytes, but a place
-            chunks.add((0,) * len(t.shape), t.shape, places[0][0], 0, 0)
+        if not t.numel:  # no bytes, but a place behind the tensor before it: files are written front to back
+            chunks.add((0,) * len(t.shape), t.shape, places[0][0], behind, 0)
         self.tensors[name] = TensorEntry(dtype, t.shape, t.path, chunks)
         self.sources[name] = self.ckpt.tensors[name]
 

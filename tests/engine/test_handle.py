@@ -430,4 +430,4 @@ def test_an_error_has_the_kind_that_json_has() -> None:
 def test_an_unknown_layout_to_write_is_answered_with_those_that_can_be_written(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="Choose one of") as e:
         ckpttool.plan(FIXTURES / "fsdp2_w3" / "ckpt", tmp_path / "x", to="nope")
-    assert "zero3" in str(e.value) and "verl" not in str(e.value)
+    assert "zero3" in str(e.value) and "skyrl" not in str(e.value)
