@@ -506,6 +506,7 @@ def leave_mpi(status: int) -> None:
             stacklevel=2,
         )
         sys.stderr.flush()
+        time.sleep(0.5)  # mpiexec forwards what a rank has printed, and passes over what it gets with the abort
         MPI.COMM_WORLD.Abort(status)
 
 
