@@ -185,10 +185,10 @@ def write(ckpt: Checkpoint, source: Source, options: WriteOptions) -> Draft:
     keys = {name: str(i) for i, name in enumerate(n for n in ckpt.tensors if n not in same)}
     leaves: dict[Path, Any] = {t.path: t for t in wanted.values()}
     leaves |= {v.path: v.data for v in values.values()}
+    optimizer = {p[1] for p in leaves if p[0] == "optim" and len(p) > 1}
+    if "param_groups" in optimizer and "state" not in optimizer and ("optim", "state") not in ckpt.origin:
+        leaves["optim", "state"] = {}  # Optimizer.load_state_dict asks for it where there are no slots, as in SGD
     tree, notes = tree_of(collapse_composites(leaves), ckpt.origin, same_bytes, options)
-    with_groups = {p[: p.index("param_groups")] for p in tree if "param_groups" in p}
-    for above in with_groups - {p[: p.index("state")] for p in tree if "state" in p}:
-        tree[*above, "state"] = {}  # Optimizer.load_state_dict asks for it where there are no slots, as in SGD
     if arrays:
         notes.append(
             f"numpy arrays in {count_noun(len(arrays), 'value')}, first {arrays[0]}, are torch tensors in this file, "

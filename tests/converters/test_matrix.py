@@ -508,3 +508,12 @@ def test_an_optimizer_without_slots_goes_through_the_directories_of_trainers(tmp
         if file:
             torch.optim.SGD(model.parameters(), lr=1).load_state_dict(found)
             assert "starts with a new optimizer" not in ckpttool.inspect(tmp_path / name).next
+
+
+def test_param_groups_of_the_users_own_get_no_state_beside_them(tmp_path: Path) -> None:
+    mine = {"param_groups": [{"lr": 0.5}], "note": "mine"}
+    torch.save({"model": {"fc.weight": torch.ones(5, 3)}, **SPARSE["sgd"], "mine": mine}, tmp_path / "s.pt")
+    ckpttool.convert(tmp_path / "s.pt", tmp_path / "dcp", to="dcp", world_size=2)
+    ckpttool.convert(tmp_path / "dcp", tmp_path / "out.pt", to="full")
+    found = torch.load(tmp_path / "out.pt")
+    assert found["mine"] == mine and found["optim"]["state"] == {}
