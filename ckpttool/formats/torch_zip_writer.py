@@ -46,6 +46,11 @@ class _File(NamedTuple):
     places: dict[str, int]
     end: int  # of the last hole, its descriptor included
 
+    @property
+    def head_bytes(self) -> int:
+        """Count the bytes of the head."""
+        return sum(map(len, self.head))
+
 
 @lru_cache(1024)
 def _crc_of_zeros(n: int) -> int:
@@ -115,7 +120,7 @@ class TorchFiles:
         """Return the bytes of file number `file`, which has storages, that are known before they are written."""
         f = self.files[file]
         assert isinstance(f, _File)
-        return sum(map(len, f.head))
+        return f.head_bytes
 
     def sizes(self) -> list[int]:
         """Return the size of every file in bytes; of files with storages, an upper bound."""
@@ -251,7 +256,7 @@ class _Framing(NamedTuple):
         """Return the byte at which the last chunk written, (tensor, chunk, CRC32), ends in its file; where the head of
         the file ends, if none was."""
         if not written:
-            return sum(map(len, f.head))
+            return f.head_bytes
         name, row, _ = written[-1]
         c = self.checkpoint.tensors[name].chunks
         return c.offset[row] + c.length[row]
