@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from ..errors import CkpttoolError
 from ..options import OpenOptions
 from .help import READING, about
 from .shared_options import EDITS, add_shared_options, pick_keywords
@@ -76,11 +75,11 @@ def doctor(
     from ..engine.doctor.examine import doctor as look
 
     path = find_newest(path, latest, quiet or as_json)
-    refused: CkpttoolError | None = None
+    refused: Exception | None = None
     with Meter(quiet) as meter:
         try:
             found = look(path, read_data=read_data, progress=meter, **pick_keywords(look, replace(reading, like=like)))
-        except CkpttoolError as e:
+        except Exception as e:  # also what is a bug of ours: that is what reports are for
             if report is None:
                 raise
             refused = e
@@ -99,7 +98,7 @@ def doctor(
         raise typer.Exit(5)
 
 
-def _write_report(file: str, path: str, reading: OpenOptions, found: Diagnosis | CkpttoolError) -> None:
+def _write_report(file: str, path: str, reading: OpenOptions, found: Diagnosis | Exception) -> None:
     """Write the file of --report."""
     from ..engine.doctor.bundle import describe_checkpoint
     from ..printable import printable_json

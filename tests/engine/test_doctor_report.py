@@ -11,6 +11,7 @@ import torch
 from commands import ckpttool_here
 
 import ckpttool
+from ckpttool.engine.doctor import examine
 
 SECRETS = ("hunter2", "s3cr3t", "31337", "acme-project")
 
@@ -65,3 +66,15 @@ def test_what_is_no_checkpoint_is_reported_too(tmp_path: Path) -> None:
     (tmp_path / "acme-project" / "notes.txt").write_text("hunter2")
     code, found = reported(tmp_path / "acme-project", tmp_path / "r.json")
     assert code == 3 and found["error"]["kind"] == "NotRecognised" and found["files"] == {"notes.txt": 7}
+
+
+def test_a_bug_of_ours_is_reported_with_the_lines_it_came_from(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object) -> None:
+        raise KeyError("hunter2")
+
+    monkeypatch.setattr(examine.salvage, "find_problems", fail)
+    code, found = reported(folder, tmp_path / "r.json")
+    assert code == 1 and (found["error"]["kind"], found["error"]["code"]) == ("KeyError", None)
+    assert any("examine.py" in place for place in found["error"]["raised"]) and found["tensors"]

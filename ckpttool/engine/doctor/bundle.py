@@ -26,7 +26,7 @@ _MOST_FILES = 5000  # folders that are begun are listed to their end
 _OURS = f"{os.sep}ckpttool{os.sep}"
 
 
-def describe_checkpoint(path: str, options: OpenOptions, found: Diagnosis | CkpttoolError) -> dict[str, Any]:
+def describe_checkpoint(path: str, options: OpenOptions, found: Diagnosis | Exception) -> dict[str, Any]:
     """Return {"files", "layout", "trainer", "world_size", "tensors", "values", "findings", "error"} of a checkpoint.
     What cannot be read is missing, and `error` says by its code and the places in ckpttool where that came from.
 
@@ -49,16 +49,17 @@ def describe_checkpoint(path: str, options: OpenOptions, found: Diagnosis | Ckpt
                 n: f"{t.dtype} {list(t.shape)}, {count_noun(len(t.chunks), 'chunk')}" for n, t in ckpt.tensors.items()
             }
             out["values"] = {n: _describe_kind(v.data) for n, v in ckpt.values.items()}
-    except CkpttoolError as e:
+    except Exception as e:  # a bug of ours is what reports are for
         out.setdefault("error", _describe_error(e))
     return out
 
 
-def _describe_error(error: CkpttoolError) -> dict[str, Any]:
+def _describe_error(error: Exception) -> dict[str, Any]:
     """Return what an error is and where it was raised, without its message."""
     frames = traceback.extract_tb(error.__traceback__)
     places = [f"{f.filename.rpartition(_OURS)[2]}:{f.lineno} {f.name}" for f in frames if _OURS in f.filename]
-    return {"code": error.code, "kind": type(error).__name__, "raised": places}
+    code = error.code if isinstance(error, CkpttoolError) else None
+    return {"code": code, "kind": type(error).__name__, "raised": places}
 
 
 def _list_files(path: str) -> dict[str, int]:
