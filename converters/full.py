@@ -46,7 +46,7 @@ from ckpttool.index.checkpoint import (
 )
 from ckpttool.index.composites import MARK, Composite, collapse_composites, shape_of
 from ckpttool.index.draft import Draft, Dropped
-from ckpttool.index.names import canonical
+from ckpttool.index.names import canonical, original_path
 from ckpttool.index.trees import nest
 from ckpttool.layouts import Layout, Place, ReadOptions, WriteOptions, checkpoint_of, known_orders, tree_of
 from ckpttool.printable import count_noun
@@ -185,10 +185,16 @@ def write(ckpt: Checkpoint, source: Source, options: WriteOptions) -> Draft:
     keys = {name: str(i) for i, name in enumerate(n for n in ckpt.tensors if n not in same)}
     leaves: dict[Path, Any] = {t.path: t for t in wanted.values()}
     leaves |= {v.path: v.data for v in values.values()}
+    tree, notes = tree_of(collapse_composites(leaves), ckpt.origin, same_bytes, options)
     optimizer = {p[1] for p in leaves if p[0] == "optim" and len(p) > 1}
     if "param_groups" in optimizer and "state" not in optimizer and ("optim", "state") not in ckpt.origin:
-        leaves["optim", "state"] = {}  # Optimizer.load_state_dict asks for it where there are no slots, as in SGD
-    tree, notes = tree_of(collapse_composites(leaves), ckpt.origin, same_bytes, options)
+        # Optimizer.load_state_dict asks for it where there are no slots, as in SGD
+        places = [original_path(("optim", "param_groups"), ckpt.origin), ("optim", "param_groups")]
+        if options.tree is not None:
+            places = [p[: p.index("param_groups") + 1] for p in tree if "param_groups" in p[:2]]
+        groups = next((a for a in places if any(p[: len(a)] == a for p in tree)), None)
+        if groups is not None:
+            tree[*groups[:-1], "state"] = {}
     if arrays:
         notes.append(
             f"numpy arrays in {count_noun(len(arrays), 'value')}, first {arrays[0]}, are torch tensors in this file, "
