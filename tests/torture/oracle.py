@@ -111,7 +111,7 @@ def ours(path: Path, **how: Any) -> Reading:
     With deltas (`apply`) it is what a conversion wrote beside `path`.
     """
     if "apply" in how:
-        made = path.with_suffix(".applied.pt")
+        made = path.with_suffix(f".applied-{os.getpid()}.pt")  # workers share the seeds
         ckpttool.convert(path, made, drop=True, **how)
         try:
             return ours(made)
