@@ -130,6 +130,8 @@ def _files_of_ranks(ckpt: Checkpoint, source: Source, options: WriteOptions, wor
     numbers = numbered_parameters(ckpt, options, "verl", "") if any(p[0] == "optim" for p in leaves) else {}
     if numbers:
         trees["optim"] = numbered_tree((), numbers, {p: x for p, x in leaves.items() if p[0] == "optim"})
+        if not any(p[0] == "state" for p in trees["optim"]):
+            trees["optim"] = {**trees["optim"], ("state",): {}}  # before the first step; load_state_dict asks for it
     trees["model"] = {p[1:]: x for p, x in leaves.items() if p[0] == "model"}
     # an optimizer counts the steps of each parameter in place, so only weights share a storage
     same = tied_weights({n: t for n, t in ckpt.tensors.items() if t.path[0] == "model"})

@@ -101,6 +101,16 @@ def test_verl_s_own_files_at_another_world_size(tmp_path: Path) -> None:
     assert same_value(ours, theirs)
 
 
+def test_an_optimizer_before_its_first_step_has_the_state_that_torch_asks_for(tmp_path: Path) -> None:
+    ckpttool.convert(FIXTURES / "zero3_w3_fresh" / "ckpt", tmp_path / "step", to="verl", world_size=2)
+    tree = loaded(tmp_path / "step", "optim", 1, 2)
+    numbers = [n for g in tree["param_groups"] for n in g["params"]]
+    optimizer = torch.optim.AdamW([torch.zeros(1) for _ in numbers])
+    assert tree["state"] == {} and numbers == list(range(len(numbers))) and len(tree["param_groups"]) == 1
+    optimizer.load_state_dict(tree)
+    assert optimizer.param_groups[0]["lr"] == tree["param_groups"][0]["lr"]
+
+
 def loaded_whole(folder: Path, world: int) -> dict[str, torch.Tensor]:
     parts = [torch.load(folder / f"model_world_size_{world}_rank_{r}.pt", weights_only=False) for r in range(world)]
     return {n: torch.cat([p[n]._local_tensor for p in parts]) for n in parts[0]}
