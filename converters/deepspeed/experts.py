@@ -100,7 +100,7 @@ class Experts:
         self.ranks, self.counts, self.names, self.stacked = ranks, counts, names, stacked
 
     def global_name(self, name: str, expert_rank: int, size: int) -> str:
-        """Return the name in the whole model of what is `name` on a rank; the same if it is no expert's.
+        """Return the name in the whole model of what is `name` on a rank; the same if no layer has it.
 
         Args:
             name: the name on the rank.
@@ -108,13 +108,15 @@ class Experts:
             size: how many ranks such a group has.
         """
         m = EXPERT_NAME.fullmatch(name)
-        return f"{m[1]}.{int(m[2]) + expert_rank * self.counts[m[1]] // size}.{m[3]}" if m else name
+        if m is None or m[1] not in self.counts:
+            return name
+        return f"{m[1]}.{int(m[2]) + expert_rank * self.counts[m[1]] // size}.{m[3]}"
 
     def local_name(self, name: str, size: int) -> tuple[int, str]:
         """Return (expert parallel rank that has a parameter, its name there) in groups of `size` ranks; (0, `name`) if
-        it is no expert's."""
+        no layer has it."""
         m = EXPERT_NAME.fullmatch(name)
-        if m is None:
+        if m is None or m[1] not in self.counts:
             return 0, name
         expert_rank, number = divmod(int(m[2]), self.counts[m[1]] // size)
         return expert_rank, f"{m[1]}.{number}.{m[3]}"

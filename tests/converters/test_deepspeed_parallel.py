@@ -159,6 +159,12 @@ def _edit(name: str, change: Callable[[dict[str, Any]], Any]) -> Callable[[Path]
     return edit
 
 
+def _rename_expert(tree: dict[str, Any]) -> None:
+    for places in tree["optimizer_state_dict"]["param_slice_mappings"]:
+        for name in [n for n in places if "deepspeed_experts" in n][:1]:
+            places[f"other.{name}"] = places.pop(name)
+
+
 EXPERT = "layer_{}_expert_{}_mp_rank_00_model_states.pt"
 MODEL = "mp_rank_00_model_states.pt"
 DAMAGE: dict[str, tuple[str, Callable[[Path], None], str]] = {
@@ -175,6 +181,11 @@ DAMAGE: dict[str, tuple[str, Callable[[Path], None], str]] = {
     "the other order of ranks": (
         "moe_z2_ep2_w4",
         _edit(MODEL, lambda t: t["ds_config"].update(use_data_before_expert_parallelism=True)),
+        "lists other parts",
+    ),
+    "an expert of a layer that is not there": (
+        "moe_z1_ep2_w2",
+        _edit("zero_pp_rank_1_mp_rank_00_optim_states.pt", _rename_expert),
         "lists other parts",
     ),
     "a lost optimizer of experts": ("moe_z0_ep2_w2", _remove("expp_rank_1_mp_rank_00_optim_states.pt"), "expp_rank_0"),
