@@ -84,7 +84,7 @@ def name_at_save(read_at: ReadAt, length: int) -> str | None:
         length: bytes of the file.
     """
     head = read_at(0, min(length, 300))
-    if not is_zip(head):
+    if len(head) < 30 or not is_zip(head):  # a local header has 30 bytes
         return None
     root = first_record_name(head).partition("/")[0]
     return None if root == "archive" else root

@@ -132,3 +132,12 @@ def test_the_data_source_of_slime_is_listed_beside_the_step(tmp_path: Path) -> N
     assert (row.name, row.layout) == ("iter_0000003", "megatron")
     with ckpttool.open(tmp_path / "run" / "iter_0000003") as opened:
         assert [(u.name, u.component) for u in opened.checkpoint.unread] == [("../rollout/", "dataloader")]
+
+
+@pytest.mark.parametrize("length", [3, 4, 25, 29, 30, 60])
+def test_a_file_of_a_rank_that_ends_in_its_first_header_is_named(length: int, tmp_path: Path) -> None:
+    fairseq2(tmp_path)
+    (file,) = tmp_path.rglob("dp_01.pt")
+    file.write_bytes(file.read_bytes()[:length])
+    with ckpttool.open(tmp_path) as ckpt:
+        assert [n for n in ckpt.locate().notes if "not read, so not carried: data_reader/dp_01.pt" in n]
