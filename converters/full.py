@@ -21,6 +21,7 @@ Sources: torch/serialization.py, torch/_weights_only_unpickler.py (what may be l
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -99,7 +100,9 @@ def read(where: Place, options: ReadOptions) -> Checkpoint:
     what = f"{source.root}/{name}"
     read_at = source.reader_of(name)
     modules: list[str] = []
-    tree = replace_modules(torch_zip.read(read_at, 0, source.size(name), what, later=True), what, modules)
+    directory = torch_zip.read_directory(read_at, 0, source.size(name), what)
+    tree = torch_zip.read(read_at, 0, source.size(name), what, later=True, records=directory)
+    tree = replace_modules(tree, what, modules)
     if not isinstance(tree, dict):
         kind = f"an instance of {tree.cls}" if isinstance(tree, Opaque) else f"a {type(tree).__name__}"
         if isinstance(tree, stored_tensors.StoredTensor):
@@ -121,9 +124,9 @@ def read(where: Place, options: ReadOptions) -> Checkpoint:
     out = checkpoint_of(named, "full", source.root, None, [name], source)
     out.records, out.notes = records, [*modules, *out.notes]
     try:
-        out.recorded = _read_own_record(read_at, source.size(name), what, "ckpttool.json")
-        out.recorded_values = _read_own_record(read_at, source.size(name), what, "ckpttool-values.json")
-        if states := _read_own_record(read_at, source.size(name), what, "ckpttool-salvage.json"):
+        out.recorded = _read_own_record(read_at, directory, what, "ckpttool.json")
+        out.recorded_values = _read_own_record(read_at, directory, what, "ckpttool-values.json")
+        if states := _read_own_record(read_at, directory, what, "ckpttool-salvage.json"):
             out.salvage = Salvage.of_states(states)
     except Unreadable:
         raise
@@ -134,12 +137,14 @@ def read(where: Place, options: ReadOptions) -> Checkpoint:
     return out
 
 
-def _read_own_record(read_at: source.ReadAt, length: int, what: str, record_name: str) -> dict[str, str]:
+def _read_own_record(
+    read_at: source.ReadAt, directory: Mapping[str, zip_bytes.ZipRecord] | None, what: str, record_name: str
+) -> dict[str, str]:
     """Return a record of text that `write` put into the archive, {name: text}; empty where it has none.
 
     Args:
         read_at: reads (offset, bytes) of the file.
-        length: bytes of the file.
+        directory: {name: record} of the archive; None for a legacy file, which has no own records.
         what: its name in messages.
         record_name: "ckpttool.json" (digests of tensors), "ckpttool-values.json" (those of values) or
             "ckpttool-salvage.json" (how each tensor was salvaged).
@@ -147,9 +152,7 @@ def _read_own_record(read_at: source.ReadAt, length: int, what: str, record_name
     Raises:
         Corrupt, Unsafe: the record is damaged or too large.
     """
-    if not zip_bytes.is_zip(read_at(0, min(4, length))):
-        return {}
-    record = zip_bytes.zip_records(read_at, 0, length, what).get(record_name)
+    record = (directory or {}).get(record_name)
     if record is None:
         return {}
     if record.length > MOST_RECORD_BYTES:

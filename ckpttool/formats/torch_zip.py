@@ -28,7 +28,7 @@ from .crc import crc32
 from .pickles import Global, Opaque, Refused, Truncated, is_dangerous, load, short
 from .stored_tensors import Size, Storage, StoredTensor, map_tensors
 from .subclasses import REBUILD, TRANSFORMER_ENGINE, WRAPPER, call_of_transformer_engine, dense_inside
-from .zip_bytes import first_record_name, is_zip, torchscript_error, zip_records
+from .zip_bytes import ZipRecord, first_record_name, is_zip, torchscript_error, zip_records
 
 __all__ = [
     "MAX_PICKLE_BYTES",
@@ -37,6 +37,7 @@ __all__ = [
     "find_storages",
     "name_at_save",
     "read",
+    "read_directory",
     "rebuild_from_type",
     "refuse_copied",
     "refuse_other_rank",
@@ -132,6 +133,26 @@ def refuse_copied(found: str, allow_equal_ranks: bool) -> list[str]:
     )
 
 
+def read_directory(read_at: ReadAt, base: int, length: int, what: str) -> dict[str, ZipRecord] | None:
+    """Read the directory of a torch.save file: {name of a record without the root folder: record}; None for a legacy
+    file, which is no zip. The arguments are those of `read`.
+
+    Raises:
+        Corrupt, Unsafe: as of `zip_records`.
+        Unsupported: TorchScript, or another format.
+    """
+    head = read_at(base, min(other_files.HEAD_BYTES, length))
+    if not is_zip(head):
+        return None
+    other_files.refuse_foreign_format(head, what)
+    records = zip_records(read_at, base, length, what)
+    if "constants.pkl" in records:
+        raise torchscript_error(what)
+    if "data.pkl" not in records:
+        raise Corrupt(f"{what}: this zip has no data.pkl, so torch.save did not write it.", code="CKPT0407")
+    return records
+
+
 def read(
     read_at: ReadAt,
     base: int,
@@ -140,6 +161,7 @@ def read(
     stand_ins: dict[tuple[str, str], Any] | None = None,
     later: bool = False,
     lists: CommonLists | None = None,
+    records: dict[str, ZipRecord] | None = None,
 ) -> Any:
     """Read the object in a torch.save file, zip or legacy, with `StoredTensor` for every tensor.
 
@@ -152,6 +174,7 @@ def read(
         later: return a tensor of a kind that is not supported as a `Refused`, for the caller to raise who knows whether
             it is needed.
         lists: long lists of earlier files that were read with the same stand-ins, for `pickles.load`; None for none.
+        records: what `read_directory` returned for the file; None: the directory is read here.
 
     Raises:
         Corrupt: incomplete or damaged.
@@ -159,15 +182,9 @@ def read(
         Unsupported: TorchScript, big-endian, another format, or, without `later`, a tensor of a kind that is not
             supported.
     """
-    head = read_at(base, min(other_files.HEAD_BYTES, length))
-    if not is_zip(head):
+    records = read_directory(read_at, base, length, what) if records is None else records
+    if records is None:
         return _read_legacy(read_at, base, length, what, stand_ins or {}, later)
-    other_files.refuse_foreign_format(head, what)
-    records = zip_records(read_at, base, length, what)
-    if "constants.pkl" in records:
-        raise torchscript_error(what)
-    if "data.pkl" not in records:
-        raise Corrupt(f"{what}: this zip has no data.pkl, so torch.save did not write it.", code="CKPT0407")
     order = records.get("byteorder")
     if order is not None:
         value = read_at(order.offset, min(order.length, 16))
