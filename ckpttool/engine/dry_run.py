@@ -121,7 +121,7 @@ def estimate_conversion(
             files=[{"name": f.name, "bytes": f.size} for f in draft.files],
             dropped=[{"name": d.name, "bytes": d.nbytes, "why": d.why} for d in planned.account.dropped],
             changed=[{"name": n, "how": how} for n, how in planned.account.changed.items()],
-            notes=[*opened.checkpoint.notes, *draft.notes, *notes],
+            notes=[*opened.checkpoint.notes, *draft.notes, *notes, *opened.note_unproved("the conversion")],
             not_read=[r.to_json() for r in opened.checkpoint.unread],
             memory=_size_job_of(planned),
         )

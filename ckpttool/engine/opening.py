@@ -244,6 +244,14 @@ class OpenCheckpoint(Mapping[str, "TensorHandle"]):
         if self.source.count_unproved()[1]:
             self._refuse_mixtures()
 
+    def note_unproved(self, proved_by: str) -> list[str]:
+        """Return a note that items in a store were not looked into, if there are such; `proved_by` says, as a main
+        clause, what reads and proves all."""
+        if not (count := self.source.count_unproved()[0]):
+            return []
+        looked = "only the first of each kind and of each file"
+        return [f"{count:,} items in the store were not looked into, {looked}: {proved_by} reads and proves all"]
+
     def _locate_part(self, part: Checkpoint) -> Checkpoint:
         """Return a part of the index with its tensors located in files."""
         if self.located or self.layout.locate is None or not part.tensors:

@@ -200,11 +200,7 @@ def verify(
                     f"{argument('read_data', True)} too, or leave it out.",
                     code="CKPT0204",
                 )
-            if (counts := opened.source.count_unproved())[0]:
-                out.notes.append(
-                    f"{counts[0]:,} items in the store were not looked into, only the first of each kind and of each "
-                    f"file: {argument('read_data', True)} reads and proves all"
-                )
+            out.notes += opened.note_unproved(argument("read_data", True))
             return out
         found = _read_data(opened, path, options, workers, progress, out)
     if against is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 import struct
 from collections import Counter
@@ -16,8 +17,10 @@ import stores
 import torch
 from stores import Lean
 from torch.distributed import checkpoint as torch_dcp
+from typer.testing import CliRunner
 
 import ckpttool
+from ckpttool.cli.main import app
 from ckpttool.errors import CkpttoolError, Corrupt, RemoteError
 from ckpttool.formats import zip_bytes
 from ckpttool.storage import retries
@@ -80,8 +83,11 @@ def test_requests_at_real_sizes(lean: Lean, tmp_path: Path) -> None:
     assert ckpttool.diff(tmp_path / "1", full).equal
 
 
-def test_verify_says_what_it_did_not_look_into(lean: Lean) -> None:
+def test_verify_and_a_dry_run_say_what_they_did_not_look_into(lean: Lean, tmp_path: Path) -> None:
     saved(lean, "a", adam_state(5, 64, 64))
+    planned = CliRunner().invoke(app, ["convert", "s3://b/a", str(tmp_path / "x.pt"), "--dry-run", "--json"])
+    notes = json.loads(planned.stdout)["notes"]
+    assert [n for n in notes if "items in the store were not looked into" in n and "the conversion reads" in n]
     found = ckpttool.verify("s3://b/a")
     assert "items in the store were not looked into" in found.notes[0] and "read_data" in found.notes[0]
     assert not ckpttool.verify("s3://b/a", read_data=True).notes
