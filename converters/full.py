@@ -111,7 +111,8 @@ def read(where: Place, options: ReadOptions) -> Checkpoint:
     entries, records = stored_tensors.leaves(tree, (), 0, read_at, what)
     # an optimizer without slots, as SGD without momentum, is a file of a directory whose model has the tensors
     of_directory = options.orders is not None and "param_groups" in tree
-    if not of_directory and not any(shape_of(x) is not None for x in entries.values()):
+    # a dict with a key that is not text is one value, at the root
+    if () in entries or (not of_directory and not any(shape_of(x) is not None for x in entries.values())):
         raise Unsupported(f"{what} holds no tensor at a key of a dict; nothing in it is a state dict.", code="CKPT0307")
     named = canonical(
         entries,

@@ -419,6 +419,7 @@ def _take_objects(leaves: Leaves, objects: Mapping[str, Mapping[Path, Any]]) -> 
         if key.startswith(_COMMON):
             tree = common_tree(_unwrap_object(inside, key, may_have_tensors=True), key)
             leaves |= stored_tensors.leaves(tree, (), 0, _no_bytes, key)[0]
+            leaves.pop((), None)  # there is nothing in it
         elif chained is None:
             for p, x in inside.items():
                 at = (*path, *p)

@@ -147,3 +147,11 @@ def test_a_data_loader_in_a_folder_of_dcp_is_not_left_without_a_word(tmp_path: P
     assert [n for n, *_ in ckpttool.convert(source, tmp_path / "two", to="dcp", world_size=1, drop=True).dropped] == [
         "dataloader/"
     ]
+
+
+def test_an_optimizer_with_a_key_that_is_no_text_is_listed(tmp_path: Path) -> None:
+    folder = script_folder(tmp_path / "job")
+    tree = torch.load(folder / "optimizer.pt")
+    torch.save({0: tree["state"], "param_groups": tree["param_groups"]}, folder / "optimizer.pt")
+    with ckpttool.open(folder) as ckpt:
+        assert [n for n in ckpt.locate().notes if n.startswith("not read, so not carried: optimizer.pt")]
