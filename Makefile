@@ -51,7 +51,7 @@ check: $(VENV)/.done lint
 
 # Mutated checkpoints with torch as the oracle, failing system calls, kills: MINUTES=1 is a look, 30 the real thing.
 torture: $(VENV)/.engines
-	DS_ACCELERATOR=cpu $(BIN)/python -m tests.torture --minutes $(or $(MINUTES),30) $(if $(FIRST),--first $(FIRST))
+	DS_ACCELERATOR=cpu $(BIN)/python -m tests.torture --minutes $(or $(MINUTES),30) $(if $(FIRST),--first $(FIRST)) $(if $(WORKERS),--workers $(WORKERS))
 
 # The unit tests with the oldest versions that pyproject.toml promises, on the Python it promises (PYTHON=python3.11).
 OLDEST := $(VENV)-oldest

@@ -56,8 +56,8 @@ def replay(case: str, work: Path) -> dict[str, Any]:
     return fuzz.Bench(made, work / "bench").mutant(name, int(number))
 
 
-def in_labs(work: Path, keep: Path, seconds: dict[str, float], first: int, count: int = 2) -> bool:
-    """Faults, kills and races in processes of their own; whether the shim could be compiled."""
+def in_labs(work: Path, keep: Path, seconds: dict[str, float], first: int, count: int) -> bool:
+    """All testers but the fuzzer in `count` processes of their own; whether the shim could be compiled."""
     shim = faults.compiled(work)
     faults.prepare(work / "sources")
     running = [
@@ -73,27 +73,31 @@ def in_labs(work: Path, keep: Path, seconds: dict[str, float], first: int, count
     return shim is not None
 
 
-def torture(minutes: float, first: int, work: Path, keep: Path) -> int:
-    """Everything; the exit status."""
+def torture(minutes: float, first: int, work: Path, keep: Path, workers: int, testers: set[str]) -> int:
+    """The testers of these names, each in as many processes; the exit status."""
     began = time.time()
     print(f"from number {first} on, for {minutes:.0f} minutes", flush=True)
     whole = minutes * 60
+    shares = {name: share / sum(SHARES[t] for t in testers) for name, share in SHARES.items() if name in testers}
     for old in keep.glob("*.jsonl"):
         old.unlink()
-    shim = in_labs(work, keep, {name: whole * share for name, share in SHARES.items() if name != "fuzz"}, first)
-    made = seeds.build(work / "seeds")
-    fuzz.warm(made, work / "warm")
-    fuzz.supervised(made, work / "fuzz", first, began + whole, keep / "fuzz")
-    mutants, others = report.lines(keep.glob("fuzz.*.jsonl")), report.lines(keep.glob("lab.*.jsonl"))
-    bad = report.failures([*mutants, *others])
+    others = {name: whole * share for name, share in shares.items() if name != "fuzz"}
+    shim = in_labs(work, keep, others, first, workers) if others else True
+    if "fuzz" in testers:
+        made = seeds.build(work / "seeds")
+        fuzz.warm(made, work / "warm")
+        fuzz.supervised(made, work / "fuzz", first, began + whole, keep / "fuzz", workers)
+    mutants, cases = report.lines(keep.glob("fuzz.*.jsonl")), report.lines(keep.glob("lab.*.jsonl"))
+    bad = report.failures([*mutants, *cases])
     (keep / "failures.json").write_text(json.dumps(bad, indent=1))
-    print(report.table([*report.of_mutants(mutants), *report.of_others(others)]))
+    print(report.table([*report.of_mutants(mutants), *report.of_others(cases)]))
     if not shim:
         print("\nNo system call failed: there is no C compiler, or this is not Linux.")
     print("\nAccepted, though the real reader refuses:\n" + (report.alone(mutants) or "nothing"))
     for r in bad[:40]:
         print(f"\nFAILED {r['id']}: {r['status']}\n  {r['said'][:300]}\n  {r['detail'][-700:]}")
-    if shim and minutes >= 30 and (short := report.short_of(mutants, others)):
+    everything = testers == set(SHARES)
+    if shim and minutes >= 30 and everything and (short := report.short_of(mutants, cases)):
         print(f"\nFewer than wanted in {minutes:.0f} minutes: {short}. The machine was busy, or something became slow.")
     print(
         f"\n{len(bad)} failures in {(time.time() - began) / 60:.1f} minutes from number {first} on. {keep}/failures.json has them; "
@@ -112,6 +116,10 @@ def main() -> int:
         default=int(time.time()) * 1000,
         help="number of the first mutant, by the clock unless given: other numbers are other mutants",
     )
+    parser.add_argument("--workers", type=int, default=2, help="processes that work side by side")
+    parser.add_argument(
+        "--testers", default=",".join(SHARES), help="those to run, which share the time; all by default"
+    )
     parser.add_argument("--logs", type=Path, help="folder for logs and failures.json")
     parser.add_argument("--replay", metavar="ID", help="do one case again")
     given = parser.parse_args()
@@ -122,7 +130,10 @@ def main() -> int:
             return 0
         keep = given.logs or Path(tempfile.mkdtemp(prefix="ckpttool-torture-logs-"))
         keep.mkdir(parents=True, exist_ok=True)
-        return torture(given.minutes, given.first, work, keep.resolve())
+        testers = set(given.testers.split(","))
+        if unknown := testers - SHARES.keys():
+            parser.error(f"no such testers: {', '.join(sorted(unknown))}")
+        return torture(given.minutes, given.first, work, keep.resolve(), given.workers, testers)
     finally:
         shutil.rmtree(work, ignore_errors=True)
 
