@@ -495,61 +495,17 @@ def open_checkpoint(
         from . import salvage
 
         where, damaged = salvage.patch_place(where)
+    given = where
     try:
-        if folder and where.source.is_remote and UNFINISHED in where.source.list():
-            raise Corrupt(
-                f"{where.source.root}: a conversion to this place was interrupted while its files became visible. Run "
-                "it again, or remove what is there.",
-                code="CKPT0420",
-            )
-        # its layout
-        found = layouts.find(options.source_layout) if options.source_layout else detection.detect(where)
-        unused = refuse_unused(options, found.name, found.reader_uses) if check_hints else []
-        given, where = where, found.mount(where)
-        if options.salvage and where != given:
-            raise Unsupported(
-                f"{given.source.root}: {found.name} is checked by its own commands; try `ckpttool audit verify`."
-            )
-        # its index, as the layout reads it, and as ckpttool.json corrects that
-        ckpt = found.read(
-            where,
-            layouts.ReadOptions(
-                config=model.config,
-                like=model.like,
-                flat_layout=model.flat_layout,
-                wrap=model.wrap,
-                only=only,
-                tag=options.tag,
-                allow_equal_ranks=options.allow_equal_ranks,
-                salvage=options.salvage,
-            ),
-        )
-        if ckpt.derived is not None and not options.as_delta:
-            raise Unsupported(
-                f"{show_path(given)} is a delta of ckpttool, and not a checkpoint: it holds changes to another one. "
-                f"Convert that one with {argument('apply', [show_path(given)])}.",
-                code="CKPT0341",
-            )
-        patched = where.source.patched
-        if patched is not None:
-            from . import salvage
-
-            ckpt = salvage.leave_out_lost(ckpt, patched, damaged)
+        found, where, unused = _choose_layout(given, options, check_hints)
+        ckpt = _read_index(found, where, given, options, model, damaged)
         record = read_record(where.source) if folder else None
         ckpt, of_layout = _undo_values_of_layout(ckpt, record)
         # what it does not include
         if where == given or where.source.sibling_names:  # an archive holds nothing besides
             ckpt = _note_unread_files(ckpt, where, found)
-        notes: list[str] = []
-        if ckpt.others:
-            from .mixups import describe_left_out
-
-            notes.append(describe_left_out(ckpt))
-        if record is not None and record.selection is not None:
-            notes.append(f"{RECORD}: a part of a checkpoint was written here, {record.selection}. {NOT_RESUMED}")
-        if only is None or "rng" in only:
-            notes += _note_missing_random_states(ckpt)
-        ckpt = replace(ckpt, notes=[*ckpt.notes, *notes, *unused])
+        ckpt = _note_what_is_missing(ckpt, record, only is None or "rng" in only)
+        ckpt = replace(ckpt, notes=[*ckpt.notes, *unused])
         # the part that was asked for, as far as it can be read
         whole = None if only is None else ckpt
         if only is not None:
@@ -578,6 +534,91 @@ def open_checkpoint(
     for text in ckpt.notes:
         log_detail("%s: %s", shown, text)
     return opened
+
+
+def _choose_layout(
+    given: layouts.Place, options: OpenOptions, check_hints: bool
+) -> tuple[layouts.Layout, layouts.Place, list[str]]:
+    """Return (the layout of a place, the place that it reads there, notes on hints that it does not use).
+
+    Args:
+        check_hints: as of `open_checkpoint`.
+
+    Raises:
+        Corrupt: a conversion to a store was interrupted.
+        Unsupported: the place has to be salvaged, and its layout has commands of its own for that.
+        CkpttoolError: no layout, or several, have such a place; or a hint makes no sense.
+    """
+    if given.file is None and given.source.is_remote and UNFINISHED in given.source.list():
+        raise Corrupt(
+            f"{given.source.root}: a conversion to this place was interrupted while its files became visible. Run "
+            "it again, or remove what is there.",
+            code="CKPT0420",
+        )
+    found = layouts.find(options.source_layout) if options.source_layout else detection.detect(given)
+    unused = refuse_unused(options, found.name, found.reader_uses) if check_hints else []
+    where = found.mount(given)
+    if options.salvage and where != given:
+        raise Unsupported(
+            f"{given.source.root}: {found.name} is checked by its own commands; try `ckpttool audit verify`."
+        )
+    return found, where, unused
+
+
+def _read_index(
+    found: layouts.Layout,
+    where: layouts.Place,
+    given: layouts.Place,
+    options: OpenOptions,
+    model: layouts.ModelHints,
+    damaged: list[salvage.Problem],
+) -> Checkpoint:
+    """Return the index as the layout reads it, without what a salvage has lost.
+
+    Args:
+        where, given: the place that the layout reads, and the one that the caller named.
+        damaged: what the salvage found; the tensors that it loses are added.
+
+    Raises:
+        CkpttoolError: whatever the layout refuses; a delta that is opened as a checkpoint.
+    """
+    reading = layouts.ReadOptions(
+        config=model.config,
+        like=model.like,
+        flat_layout=model.flat_layout,
+        wrap=model.wrap,
+        only=selection_of(options).components,
+        tag=options.tag,
+        allow_equal_ranks=options.allow_equal_ranks,
+        salvage=options.salvage,
+    )
+    ckpt = found.read(where, reading)
+    if ckpt.derived is not None and not options.as_delta:
+        raise Unsupported(
+            f"{show_path(given)} is a delta of ckpttool, and not a checkpoint: it holds changes to another one. "
+            f"Convert that one with {argument('apply', [show_path(given)])}.",
+            code="CKPT0341",
+        )
+    if where.source.patched is None:
+        return ckpt
+    from . import salvage
+
+    return salvage.leave_out_lost(ckpt, where.source.patched, damaged)
+
+
+def _note_what_is_missing(ckpt: Checkpoint, record: Recorded | None, with_rng: bool) -> Checkpoint:
+    """Return the index with notes on what it does not include: other models and optimizers in the place, what a
+    selection left behind, and, `with_rng`, the random states of ranks."""
+    notes: list[str] = []
+    if ckpt.others:
+        from .mixups import describe_left_out
+
+        notes.append(describe_left_out(ckpt))
+    if record is not None and record.selection is not None:
+        notes.append(f"{RECORD}: a part of a checkpoint was written here, {record.selection}. {NOT_RESUMED}")
+    if with_rng:
+        notes += _note_missing_random_states(ckpt)
+    return replace(ckpt, notes=[*ckpt.notes, *notes])
 
 
 def _open_weights(
