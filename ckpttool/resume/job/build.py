@@ -126,23 +126,11 @@ def build_job(settings: RunSettings, opened: OpenCheckpoint | None) -> Job:
         ]
         _shard_model(model, mesh, settings)
     _materialise(model, settings)
-    follows = optimizer is not None and (hasattr(optimizer, "param_groups") or not callable(optimizer))
     if settings.job is None and opened is not None:
         optimizer = _build_optimizer(model, opened.checkpoint, notes)
-    elif optimizer is not None and not follows:
-        optimizer = optimizer(model)
-    if isinstance(optimizer, (list, tuple)):
-        optimizer = OptimizerList(list_optimizers(optimizer))
-    if follows:
-        _replace_parameters(optimizer, names, named_parameters(model))
-    if callable(scheduler) and not hasattr(scheduler, "state_dict"):
-        scheduler = scheduler(optimizer)
-    if scheduler is not None and not hasattr(scheduler, "state_dict"):
-        raise UsageError(
-            f"{argument('job', settings.job)}: the scheduler is a {type(scheduler).__name__}; return one object with "
-            "step, state_dict and load_state_dict, which may hold several.",
-            code="CKPT0215",
-        )
+    else:
+        optimizer = _bind_optimizer(optimizer, model, names)
+    scheduler = _bind_scheduler(scheduler, optimizer, settings)
     scale = _sum_gradients(model, settings.world_size // settings.mesh.get("tp", 1))
     tp = settings.mesh.get("tp", 1)
     import torch.distributed as dist
@@ -162,6 +150,40 @@ def build_job(settings: RunSettings, opened: OpenCheckpoint | None) -> Job:
         loss,
         save=save,
     )
+
+
+def _bind_optimizer(optimizer: Any, model: Any, names: Mapping[int, str]) -> Any:
+    """Return the optimizer of the user's own job for the parameters that the model has now.
+
+    Args:
+        optimizer: what build() returned: an optimizer, several, a function of the model, or None.
+        names: {id of a parameter that the model had in build(): its FQN}.
+    """
+    follows = optimizer is not None and (hasattr(optimizer, "param_groups") or not callable(optimizer))
+    if optimizer is not None and not follows:
+        optimizer = optimizer(model)
+    if isinstance(optimizer, (list, tuple)):
+        optimizer = OptimizerList(list_optimizers(optimizer))
+    if follows:
+        _replace_parameters(optimizer, names, named_parameters(model))
+    return optimizer
+
+
+def _bind_scheduler(scheduler: Any, optimizer: Any, settings: RunSettings) -> Any:
+    """Return the scheduler of the user's own job; build() may have returned a function of the optimizer.
+
+    Raises:
+        UsageError: it is no scheduler.
+    """
+    if callable(scheduler) and not hasattr(scheduler, "state_dict"):
+        scheduler = scheduler(optimizer)
+    if scheduler is not None and not hasattr(scheduler, "state_dict"):
+        raise UsageError(
+            f"{argument('job', settings.job)}: the scheduler is a {type(scheduler).__name__}; return one object with "
+            "step, state_dict and load_state_dict, which may hold several.",
+            code="CKPT0215",
+        )
+    return scheduler
 
 
 def _check_can_start(model: Any, optimizer: Any) -> None:

@@ -9,8 +9,8 @@ import os
 import random
 import time
 import traceback
-from collections.abc import Mapping
-from typing import Any, NamedTuple
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ...errors import UsageError
 from ...live.collectives import gather_objects
@@ -22,6 +22,9 @@ from ..trace.numerics import name_missing_kernel
 from ..trace.records import LogitSketch, MemoryRecord
 from .build import Job
 from .watchdog import enter_stage
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 __all__ = ["OptimizerStepError", "measure_memory", "measure_probe", "measure_recorded_probe", "train_step"]
 
@@ -140,26 +143,11 @@ def train_step(job: Job, rows: batches.Rows, step: int, settings: RunSettings) -
     parts = batches.micro_batches(step, settings.global_batch, settings.micro_batch, job.rank, job.world)
     data = [(_stack_rows(rows, first, last, device), counts) for first, last, counts in parts]
     known = _gather_batch(data, settings)
-    tokens: float = known.counts[0]
     rates = _set_learning_rates(job, step, settings)
     measure = StepNorms(job.model)
     _synchronize(settings)
     began = time.perf_counter()
-    total = torch.zeros(2, dtype=torch.float64, device=device)  # loss, tokens
-    first = step == settings.start + 1
-    for i, ((row, _, _), (batch, counts)) in enumerate(zip(parts, data, strict=True)):
-        enter_stage(f"{where}, micro-batch {i + 1} of {len(data)}")
-        if not settings.keep_dropout:
-            _seed_by_row(settings.seed, row)
-        before = _generator_states(settings) if first else None
-        loss, count, _ = job.loss(job.model, batch)
-        if i == 0 and job.own_loss is not None:
-            tokens = _count_as_loss_does(float(count), batch, sum(c for _, c in data), known)
-        job.random = job.random or (first and before != _generator_states(settings))
-        if counts:
-            total += torch.stack([loss.detach().double(), count.detach().double().to(device)])
-        # a pass that does not count still takes part in the collectives; nan * 0 would be nan
-        (loss * (job.scale / tokens) if counts else torch.nan_to_num(loss) * 0.0).backward()
+    total, tokens = _accumulate_gradients(job, [row for row, _, _ in parts], data, known, step, settings)
     _synchronize(settings)
     seconds = time.perf_counter() - began
     if dist.get_rank() % settings.mesh.get("tp", 1):
@@ -182,16 +170,7 @@ def train_step(job: Job, rows: batches.Rows, step: int, settings: RunSettings) -
     norm = root_of_squares(measure.grads)
     began = time.perf_counter()
     enter_stage(f"{where}, optimizer")
-    if settings.clip is not None:
-        _clip_gradients(job.model, settings.clip, norm)
-    try:
-        with name_missing_kernel():
-            job.optimizer.step()
-    except (RuntimeError, ValueError, TypeError, LookupError, ArithmeticError, AttributeError) as e:
-        raise OptimizerStepError(e) from e
-    if job.scheduler is not None and not job.scheduler_waits:
-        job.scheduler.step()
-    job.optimizer.zero_grad()
+    _step_optimizer(job, norm, settings)
     _synchronize(settings)
     seconds += time.perf_counter() - began
     if settings.updates:
@@ -214,6 +193,64 @@ def train_step(job: Job, rows: batches.Rows, step: int, settings: RunSettings) -
         update_sketches=measure.update_sketches,
         **known.fields,
     )
+
+
+def _accumulate_gradients(
+    job: Job,
+    first_rows: Sequence[int],
+    data: Sequence[tuple[dict[str, Any], bool]],
+    known: _StepBatch,
+    step: int,
+    settings: RunSettings,
+) -> tuple[Tensor, float]:
+    """Run the forward and backward pass of every micro-batch of this rank; return ([loss, tokens] that this rank summed
+    up, in float64; the tokens by which gradients were divided).
+
+    Args:
+        first_rows: the index of the first row of each micro-batch.
+        data: (rows, whether they count) of each.
+        known: what is known of the whole batch.
+        step: as of `train_step`.
+    """
+    import torch
+
+    device = _device(settings)
+    total = torch.zeros(2, dtype=torch.float64, device=device)
+    tokens: float = known.counts[0]
+    first = step == settings.start + 1
+    for i, (row, (batch, counts)) in enumerate(zip(first_rows, data, strict=True)):
+        enter_stage(f"step {step - settings.start} of {settings.steps}, micro-batch {i + 1} of {len(data)}")
+        if not settings.keep_dropout:
+            _seed_by_row(settings.seed, row)
+        before = _generator_states(settings) if first else None
+        loss, count, _ = job.loss(job.model, batch)
+        if i == 0 and job.own_loss is not None:
+            tokens = _count_as_loss_does(float(count), batch, sum(c for _, c in data), known)
+        job.random = job.random or (first and before != _generator_states(settings))
+        if counts:
+            total += torch.stack([loss.detach().double(), count.detach().double().to(device)])
+        # a pass that does not count still takes part in the collectives; nan * 0 would be nan
+        (loss * (job.scale / tokens) if counts else torch.nan_to_num(loss) * 0.0).backward()
+    return total, tokens
+
+
+def _step_optimizer(job: Job, norm: float, settings: RunSettings) -> None:
+    """Clip the gradients, whose norm is `norm`, where the job does; step the optimizer and the scheduler; drop the
+    gradients.
+
+    Raises:
+        OptimizerStepError: the optimizer fails.
+    """
+    if settings.clip is not None:
+        _clip_gradients(job.model, settings.clip, norm)
+    try:
+        with name_missing_kernel():
+            job.optimizer.step()
+    except (RuntimeError, ValueError, TypeError, LookupError, ArithmeticError, AttributeError) as e:
+        raise OptimizerStepError(e) from e
+    if job.scheduler is not None and not job.scheduler_waits:
+        job.scheduler.step()
+    job.optimizer.zero_grad()
 
 
 def _seed_by_row(seed: int, row: int) -> None:

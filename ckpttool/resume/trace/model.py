@@ -25,7 +25,7 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
@@ -254,23 +254,7 @@ def read_reference(path: str | os.PathLike[str], at: int | None = None, later: i
                     kind = _KINDS.get(key, lambda x: x)
                     setattr(out, key, None if record[key] is None else kind(record[key]))
             elif kind == "state":
-                values, objects = _part_objects(record.get("values", {}), record.get("version", 1))
-                states[int(record["step"])] = {
-                    "state": _parse_marks(record["state"]),
-                    "others": {**objects, **_parse_marks(record.get("others", {}))},
-                    "variants": {str(n): list(v) for n, v in record.get("variants", {}).items()},
-                    "generators": [dict(g) for g in record.get("generators", [])],
-                    "probe": _parse_probe(record.get("probe", {})),
-                    "buffers": {
-                        str(n): [str(b[0]), list(map(int, b[1])), str(b[2])]
-                        for n, b in record.get("buffers", {}).items()
-                    },
-                    "unrecorded": {str(k): str(v) for k, v in record.get("unrecorded", _EARLIER).items()},
-                    "scalars": _parse_floats(record.get("scalars", {})),
-                    "groups": [dict(g) for g in record.get("groups", [])],
-                    "schedule": _parse_schedule(record.get("schedule", {})),
-                    **({"values": values} if "values" in record else {}),
-                }
+                states[int(record["step"])] = _parse_state(record)
                 every_after[int(record["step"])] = _parse_after(record.get("after", {}))
             elif kind == "lost":
                 lost[str(record["what"])] = str(record["why"])
@@ -298,6 +282,29 @@ def read_reference(path: str | os.PathLike[str], at: int | None = None, later: i
         }
     out.unrecorded |= lost
     return out
+
+
+def _parse_state(record: Mapping[str, Any]) -> dict[str, Any]:
+    """Return {field of `Trace`: value} of a record of a state.
+
+    Raises:
+        TypeError, ValueError, KeyError, AttributeError: it is none.
+    """
+    values, objects = _part_objects(record.get("values", {}), record.get("version", 1))
+    buffers = record.get("buffers", {}).items()
+    return {
+        "state": _parse_marks(record["state"]),
+        "others": {**objects, **_parse_marks(record.get("others", {}))},
+        "variants": {str(n): list(v) for n, v in record.get("variants", {}).items()},
+        "generators": [dict(g) for g in record.get("generators", [])],
+        "probe": _parse_probe(record.get("probe", {})),
+        "buffers": {str(n): [str(b[0]), list(map(int, b[1])), str(b[2])] for n, b in buffers},
+        "unrecorded": {str(k): str(v) for k, v in record.get("unrecorded", _EARLIER).items()},
+        "scalars": _parse_floats(record.get("scalars", {})),
+        "groups": [dict(g) for g in record.get("groups", [])],
+        "schedule": _parse_schedule(record.get("schedule", {})),
+        **({"values": values} if "values" in record else {}),
+    }
 
 
 #: What a recording lacks that an earlier version wrote.
