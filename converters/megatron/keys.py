@@ -10,7 +10,7 @@ from typing import Any
 
 from ckpttool.errors import Corrupt
 from ckpttool.formats.pickles import MEGATRON_ENUMS, Global, Opaque, short
-from ckpttool.formats.stored_tensors import StoredTensor
+from ckpttool.formats.stored_tensors import Inline, StoredTensor
 from ckpttool.index.checkpoint import Checkpoint, Leaves, Path, TensorEntry, Value, joined
 from ckpttool.index.names import COMPONENTS
 from ckpttool.index.paths import is_number_text
@@ -153,7 +153,7 @@ def _restore_enums(x: object) -> Any:
             return Opaque(of, (x["value"],), call=True)
     if isinstance(x, dict):
         return {k: _restore_enums(v) for k, v in x.items()}
-    if isinstance(x, (list, tuple)) and not isinstance(x, (Global, StoredTensor)):
+    if isinstance(x, (list, tuple)) and not isinstance(x, (Global, Inline, StoredTensor)):
         return type(x)(_restore_enums(v) for v in x)
     return x
 
@@ -177,7 +177,7 @@ def common_tree(tree: object, what: str) -> dict[str, object]:
         )
     out: dict[str, Any] = {}
     extra: dict[str, Any] = {}
-    ours: dict[str, dict[str, object]] = {}
+    ours: dict[str, object] = {}
     for key, x in tree.items():
         if key in ("opt_param_scheduler", "lr_scheduler"):  # verl's
             out["scheduler"] = x
@@ -191,7 +191,7 @@ def common_tree(tree: object, what: str) -> dict[str, object]:
             out["rng"] = x
         elif key == "ckpttool" and isinstance(x, dict):  # what Megatron-Core has no place for (megatron/write.py)
             for component, more in x.items():
-                if component not in COMPONENTS or not isinstance(more, dict):
+                if component not in COMPONENTS:
                     raise Corrupt(f"{what}: its entry ckpttool is not what ckpttool writes.", code="CKPT0406")
                 ours[component] = more
         elif key != "content_metadata":
@@ -199,7 +199,13 @@ def common_tree(tree: object, what: str) -> dict[str, object]:
     if extra:
         out["extra"] = extra
     for component, more in ours.items():
-        out[component] = {**out.get(component, {}), **more}
+        there = out.get(component, {})
+        if isinstance(there, dict) and isinstance(more, dict):
+            out[component] = {**there, **more}
+        elif there:
+            raise Corrupt(f"{what}: its entry ckpttool is not what ckpttool writes.", code="CKPT0406")
+        else:
+            out[component] = more
     return out
 
 

@@ -195,6 +195,9 @@ def _object_key(path: Path) -> str | None:
     return str(path[1]) if path[0] == "extra" and len(path) > 1 and "/shard_" in str(path[1]) else None
 
 
+_BESIDE_NAMES = "Megatron-Core has entries with names there, beside which neither a list nor a single value has a place"
+
+
 @dataclass
 class _Values:
     """The values of a checkpoint by their place in common.pt; `ours` have none in Megatron-Core."""
@@ -238,6 +241,8 @@ def _sort_values(ckpt: Checkpoint, objects: dict[str, Leaves], dropped: list[Dro
             out.scaler[path[1:]] = data
         elif path == ("trainer", "iteration"):
             continue
+        elif path[0] in ("trainer", "extra") and isinstance(path[1], int):
+            dropped.append(Dropped(joined(path), 0, _BESIDE_NAMES))
         elif path[0] == "extra" and len(path) > 1 and path[1] not in _OWN:
             out.extra[path[1:]] = data
         else:
@@ -273,7 +278,7 @@ def _common_state(
     """
     found = _sort_values(ckpt, objects, dropped)
     made: dict[str, object] = {}
-    out: dict[str, object] = nest(found.extra) if found.extra else {}
+    out: dict[str, Any] = nest(found.extra) if found.extra else {}
     if "args" not in out and arguments:
         out["args"] = dict(arguments)
         made |= {f"extra.args.{k}": x for k, x in arguments.items()}
@@ -281,14 +286,20 @@ def _common_state(
             "the arguments of a job in common.pt are those that config.json says; without consumed_train_samples, the "
             "data begins at its start"
         )
-    if "args" in out:
+    if isinstance(out.get("args"), dict) and all(isinstance(k, str) for k in out["args"]):
         out["args"] = args_of_data(out["args"])
+    elif "args" in out:  # what another program calls so
+        found.ours |= {("extra", *p): x for p, x in found.extra.items() if p[0] == "args"}
+        del out["args"]
     if "checkpoint_version" not in out:  # Megatron-LM takes weights without it for some whose qkv is ordered otherwise
         out["checkpoint_version"] = made["extra.checkpoint_version"] = 3.0
     iteration = ckpt.value("trainer.iteration")
     if iteration is None:
         iteration = made["trainer.iteration"] = step_count(ckpt.value) or 0
     out["iteration"] = iteration
+    if found.scaler and not isinstance(_whole(found.scaler), dict):  # a job in fp16 loads a dict, or nothing
+        found.ours |= {("scaler", *p): x for p, x in found.scaler.items()}
+        found.scaler = {}
     if found.groups or trained:
         out["optimizer"] = _optimizer_state(ckpt, found, notes)
     elif found.scaler:
@@ -298,6 +309,9 @@ def _common_state(
     else:
         found.ours |= {("scheduler", *p): x for p, x in found.scheduler.items()}
     if "optimizer" in out and "opt_param_scheduler" not in out:
+        for path in [p for p in found.ours if p[0] == "scheduler" and (len(p) == 1 or isinstance(p[1], int))]:
+            del found.ours[path]
+            dropped.append(Dropped(joined(path), 0, _BESIDE_NAMES))
         out["opt_param_scheduler"] = schedule = _constant_schedule(out["optimizer"])
         made |= {f"scheduler.{k}": x for k, x in schedule.items()}
         notes.append(
