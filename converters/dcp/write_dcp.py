@@ -25,6 +25,7 @@ from ckpttool.index.checkpoint import (
 )
 from ckpttool.index.composites import Composite, class_label, collapse_composites
 from ckpttool.index.draft import Draft, DraftFile, Written
+from ckpttool.index.names import ROLES
 from ckpttool.index.trees import check_no_leaf_inside_leaf
 from ckpttool.layouts import WriteOptions, tree_of
 from ckpttool.storage.source import Source
@@ -133,12 +134,16 @@ def write(ckpt: Checkpoint, source: Source, options: WriteOptions) -> Draft:
 def _sharded_origin(ckpt: Checkpoint) -> dict[Path, Path]:
     """Return the origin, {canonical path: path in the user's own tree}, without the optimizer's numbers of parameters,
     unless several ranks saved them: a file of one process has numbers for names, but a job of several ranks asks for
-    names."""
-    if ckpt.world_size is not None:
-        return ckpt.origin
-    return {
-        q: p for q, p in ckpt.origin.items() if not (q[:2] == ("optim", "params") and len(q) == 3 and type(p[0]) is int)
+    names. Without the key of a dict, too, that DCP takes apart, so that its entries would be those of a trainer."""
+    apart = {v.path for v in ckpt.values.values() if v.path[0] == "extra" and isinstance(v.data, dict)}
+    origin = {
+        q: p
+        for q, p in ckpt.origin.items()
+        if not (q in apart and len(p) == 1 and ROLES.get(str(p[0]), p[0]) in ("trainer", "extra"))
     }
+    if ckpt.world_size is not None:
+        return origin
+    return {q: p for q, p in origin.items() if not (q[:2] == ("optim", "params") and len(q) == 3 and type(p[0]) is int)}
 
 
 def _place_chunks(t: TensorEntry, sizes: list[int], at: list[int]) -> Chunks:
