@@ -7,13 +7,22 @@ that a reader will find.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
-from .checkpoint import Checkpoint, TensorEntry, Value
+from .checkpoint import Checkpoint, Path, TensorEntry, Value, joined
 
-__all__ = ["Draft", "DraftFile", "Dropped", "EarlierFile", "Framing", "Sink", "Written"]
+__all__ = [
+    "Draft",
+    "DraftFile",
+    "Dropped",
+    "EarlierFile",
+    "Framing",
+    "Sink",
+    "Written",
+    "declare_numbers_of_files",
+]
 
 #: (tensor, chunk of it, CRC32 of its bytes): a chunk of the destination that was written.
 Written = tuple[str, int, int]
@@ -137,3 +146,13 @@ class Draft:
         """Count the bytes that the destination needs on the disk: those of its files, and 1 MiB for ckpttool.json and
         the journal."""
         return self.nbytes + (1 << 20)
+
+
+def declare_numbers_of_files(draft: Draft, paths: Iterable[Path]) -> None:
+    """Declare that values at canonical `paths` are in a file for each rank or scheduler, whose number is a key, where
+    the source may have them at a position in a list."""
+    for path in paths:
+        held = draft.checkpoint.values.get(joined(path))
+        if held is not None and isinstance(path[1], int):
+            draft.checkpoint.values[joined(path)] = Value((path[0], str(path[1]), *path[2:]), held.data)
+            draft.changed[joined(path)] = "its position in a list is the number of a file"

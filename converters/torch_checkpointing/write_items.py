@@ -27,7 +27,7 @@ from ckpttool.index.checkpoint import (
     same_bytes,
     tied_weights,
 )
-from ckpttool.index.draft import Draft
+from ckpttool.index.draft import Draft, declare_numbers_of_files
 from ckpttool.index.names import ROLES
 from ckpttool.index.trees import nest
 from ckpttool.layouts import WriteOptions, tree_of
@@ -65,12 +65,14 @@ def write(ckpt: Checkpoint, source: Source, options: WriteOptions) -> Draft:
         held = {joined(x.path): x for x in leaves.values() if isinstance(x, TensorEntry) and x.path[0] != "optim"}
         same |= {n: o for n, o in tied_weights(held).items() if cast[n] == cast[o]}
     out = _Writing(ckpt, world, cast, same)
+    of_ranks: set[str | None] = set()  # components of which each rank has its own
     for name, leaves in items.items():
         if ROLES.get(name) in ("model", "optim") and () not in leaves:
             out.cut_item(name, leaves)
         elif (of_rank := _by_rank(name, leaves, ckpt, source)) is not None:
             for rank, own in of_rank.items():
                 out.put_item(name, rank, own, first=True)
+            of_ranks.add(ROLES.get(name))
             notes.append(f"{name}_<rank>.pt has each rank's own state, of the {len(of_rank)} ranks that saved it")
         else:
             for rank in range(world):
@@ -80,12 +82,14 @@ def write(ckpt: Checkpoint, source: Source, options: WriteOptions) -> Draft:
         for name, of in out.described.items()
     }
     out.files.literal(METADATA, dump({"metadata": described, "world_size": world, "version": "2.0"}))
-    return out.files.draft(
-        Checkpoint("torch_checkpointing", options.target, world, [], [], out.tensors, ckpt.values),
+    draft = out.files.draft(
+        Checkpoint("torch_checkpointing", options.target, world, [], [], out.tensors, dict(ckpt.values)),
         out.sources,
         aliases=same,
         notes=notes,
     )
+    declare_numbers_of_files(draft, [v.path for v in ckpt.values.values() if v.path[0] in of_ranks])
+    return draft
 
 
 def _by_rank(

@@ -16,7 +16,7 @@ from ckpttool.errors import Unsupported, UsageError, argument
 from ckpttool.formats.stored_tensors import decode_number, flatten_tree
 from ckpttool.index.checkpoint import Checkpoint, Path, TensorEntry, Value, joined
 from ckpttool.index.composites import shape_of
-from ckpttool.index.draft import Draft
+from ckpttool.index.draft import Draft, Dropped, declare_numbers_of_files
 from ckpttool.index.names import canonical, describe_weights_elsewhere, step_count
 from ckpttool.layouts import WriteOptions
 from ckpttool.storage.source import Source
@@ -82,12 +82,20 @@ def _leaves_inside(ckpt: Checkpoint, *head: str | int) -> dict[Path, object]:
     return {p: leaf for p, leaf in _leaves_below(ckpt, *head).items() if len(p) > len(head)}
 
 
+def _only_scheduler(ckpt: Checkpoint) -> dict[Path, object]:
+    """Return {canonical path: leaf} of the scheduler; empty where there is none, or a list."""
+    found = _leaves_inside(ckpt, "scheduler")
+    return {} if any(str(p[1]).isdecimal() for p in found) else found
+
+
 def _schedulers(ckpt: Checkpoint) -> list[tuple[set[Path], dict[Path, object]]]:
     """List (canonical paths, {path in the state dict: leaf}) of each scheduler, by number; several are numbered below
     "scheduler"."""
+    if only := _only_scheduler(ckpt):
+        return [(set(only), _cut_paths(only, 1))]
     found = _leaves_inside(ckpt, "scheduler")
-    if not found or not all(len(p) > 2 and str(p[1]).isdecimal() for p in found):
-        return [(set(found), _cut_paths(found, 1))] if found else []
+    if not all(len(p) > 2 and str(p[1]).isdecimal() for p in found):
+        return []
     numbers = sorted({str(p[1]) for p in found}, key=int)
     rows = [{p: leaf for p, leaf in found.items() if str(p[1]) == n} for n in numbers]
     return [(set(row), _cut_paths(row, 2)) for row in rows]
@@ -190,6 +198,7 @@ def _draft_directory(
         notes = [f"for a job with FSDP; {other} writes it for one without", *notes]
     elif options.of(DirectoryOptions).state_dict_type is None:
         notes = [f"for a job of one process without FSDP; {other} writes it for one with", *notes]
+    declare_numbers_of_files(out, (p for p in placed if p[0] in ("scheduler", "rng")))
     out.notes += [*notes, *kept]
     out.synthesized_values |= {joined(p): data for p, data in made.items()}
     return out
@@ -243,9 +252,9 @@ def write_trainer(ckpt: Checkpoint, source: Source, options: WriteOptions) -> Dr
     world = options.ranks(ckpt)
     placed: set[Path] = set()
     small, notes = [], []
-    for paths, state in _schedulers(ckpt)[:1]:
-        placed |= paths
-        small.append(SmallFile("scheduler.pt", state))
+    if scheduler := _only_scheduler(ckpt):
+        placed |= set(scheduler)
+        small.append(SmallFile("scheduler.pt", _cut_paths(scheduler, 1)))
     if not small:
         notes.append("the source has no scheduler: Trainer resumes an optimizer only where scheduler.pt is there too")
     if scaler := _leaves_inside(ckpt, "scaler"):
@@ -301,9 +310,9 @@ def write_llamafactory(ckpt: Checkpoint, source: Source, options: WriteOptions) 
     world = options.ranks(ckpt)
     placed: set[Path] = set()
     small = []
-    for paths, state in _schedulers(ckpt)[:1]:
-        placed |= paths
-        small.append(SmallFile("scheduler.pt", state))
+    if scheduler := _only_scheduler(ckpt):
+        placed |= set(scheduler)
+        small.append(SmallFile("scheduler.pt", _cut_paths(scheduler, 1)))
     keys = {"cpu": "torch", "cuda": "accelerator"}
     rng = _rng_files(ckpt, world, "rng_state/rank_{}.pt", keys, placed, frozenset(("python", "numpy", "cpu")))
     notes = note_lost_rng(rng, world)
@@ -527,6 +536,24 @@ def _titan_tree(leaves: dict[Path, Any]) -> dict[Path, Any]:
     return out
 
 
+def _have_one_place(path: Path, named: Path) -> bool:
+    """Whether a leaf at `path` cannot be in one nested dict with a leaf at `named`: one is inside the other, or one is
+    in a list where the other has a name."""
+    k = min(len(path), len(named))
+    return path[:k] == named[:k] or (path[0] == named[0] and isinstance(path[1], int))
+
+
+def _without(ckpt: Checkpoint, names: Sequence[str], why: str) -> tuple[Checkpoint, list[Dropped]]:
+    """Return (the index without the tensors and values of these names, what was dropped, for this reason)."""
+    gone = set(names)
+    left = replace(
+        ckpt,
+        tensors={n: t for n, t in ckpt.tensors.items() if n not in gone},
+        values={n: v for n, v in ckpt.values.items() if n not in gone},
+    )
+    return left, [Dropped(n, ckpt.tensors[n].nbytes if n in ckpt.tensors else 0, why) for n in names]
+
+
 def write_titan(ckpt: Checkpoint, source: Source, options: WriteOptions) -> Draft:
     """Draft what torchtitan's CheckpointManager asks for.
 
@@ -549,11 +576,15 @@ def write_titan(ckpt: Checkpoint, source: Source, options: WriteOptions) -> Draf
         ("scheduler", "last_epoch"): step,
     }
     made = {p: data for p, data in needed.items() if joined(p) not in ckpt.tensors and ckpt.value(joined(p)) is None}
+    dropped = [joined(p) for p in ckpt.leaves() if p not in made and any(_have_one_place(p, q) for q in made)]
+    ckpt, lost = _without(ckpt, dropped, "torchtitan has entries with names there, which it asks for")
     values = {**ckpt.values, **{joined(p): Value(p, data) for p, data in made.items()}}
     draft = write_dcp(replace(ckpt, values=values, origin={}, notes=[]), source, replace(options, tree=_titan_tree))
     draft.taken_apart = {n: v for n, v in draft.taken_apart.items() if v.path[0] != "optim"}
     draft.checkpoint.layout = "torchtitan"
-    draft.synthesized_values |= {joined(p): data for p, data in made.items()}
+    draft.dropped += lost
+    draft.changed |= {joined(p): f"None became {data}" for p, data in made.items() if joined(p) in ckpt.values}
+    draft.synthesized_values |= {joined(p): data for p, data in made.items() if joined(p) not in ckpt.values}
     # each parameter has the options of its group, and a reader makes groups of those with equal ones
     groups = {n: v for n, v in ckpt.values.items() if v.path[:2] == ("optim", "param_groups")}
     optim = {p: leaf for p, leaf in _titan_tree(ckpt.leaves()).items() if p[0] == "optimizer" or len(p) == 1}
