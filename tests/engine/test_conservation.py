@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import itertools
 import random
 import shutil
 import sys
@@ -210,3 +211,29 @@ def test_verify_says_which_values_it_does_not_compare(tmp_path: Path) -> None:
     assert [n for n in found.notes if n.startswith("not compared")] == [
         "not compared, since a conversion changed them, as ckpttool.json says: 1 of the values, first extra.ds_config.zero_optimization.stage"
     ]
+
+
+#: What a program may save as one of the components that other programs save as a dict with names.
+ODD: dict[str, Any] = {
+    "two": [{"last_epoch": 3}, {"last_epoch": 4}], "none": None, "number": 1.5, "integers": {0: {"a": 1}, 1: {"a": torch.ones(2)}},
+    "lists": [[{"a": 1}], []], "tensor": [torch.ones(2), None],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("to", conserved.WRITTEN)
+def test_components_that_are_no_dict_with_names(to: str, tmp_path: Path) -> None:
+    weights = {"a.weight": torch.randn(7, 3), "a.bias": torch.randn(1)}
+    slots = {n: {"step": torch.tensor(3.0), "exp_avg": x, "exp_avg_sq": x * x} for n, x in weights.items()}
+    groups = [{"lr": 0.1, "betas": (0.9, 0.99), "eps": 1e-8, "weight_decay": 0.0, "params": list(weights)}]
+    components = ("scheduler", "rng", "scaler", "dataloader", "trainer", "args"), ("extra",)
+    for (kind, value), odd in itertools.product(ODD.items(), components):
+        source, out = tmp_path / "source.pt", tmp_path / f"{kind}-{len(odd)}{conserved.SUFFIX.get(to, '')}"
+        state = {"model": weights, "optim": {"state": slots, "param_groups": groups}, **dict.fromkeys(odd, value)}
+        torch.save(state, source)
+        if to == "verl" and "scheduler" in odd and kind == "tensor":
+            with pytest.raises(Unsupported, match="a scheduler of plain numbers"):
+                conserved.converted(source, out, to, 2)
+            continue
+        done = conserved.converted(source, out, to, 2)
+        assert not conserved.unaccounted(source, out, done), kind
+        assert {n.partition(".")[0] for n, _, _ in done.dropped} <= {*odd, "extra"}, kind

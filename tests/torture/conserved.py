@@ -129,6 +129,8 @@ def saved_state(r: random.Random, path: Path) -> None:
     if r.random() < 0.5:
         state["rng"] = {"torch": torch.arange(9, dtype=torch.uint8), "python": (3, (1, 2), None)}
     state |= {f"extra_{k}": any_value(r) for k in range(r.randrange(1, 5))}
+    if r.random() < 0.3:  # a component that holds what no trainer puts there
+        state[r.choice(("extra", "trainer", "rng", "scaler", "dataloader", "scheduler", "args"))] = any_value(r)
     torch.save(state, path)
 
 
