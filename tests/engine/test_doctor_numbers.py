@@ -55,6 +55,18 @@ def test_the_first_element_that_is_no_number_is_named(tmp_path: Path, dtype: tor
     assert f"{int(wrong.sum())} of 1,001 elements, the first at {first}, in w.safetensors" in one.text
 
 
+def test_infinity_is_no_fault_in_a_single_number_of_a_callback(tmp_path: Path) -> None:
+    def kinds(state: dict[str, Any]) -> list[str]:
+        torch.save({"state_dict": {"w": torch.ones(3, 2)}, **state}, tmp_path / "x.ckpt")
+        return [f.kind for f in doctor(tmp_path / "x.ckpt", read_data=True).findings]
+
+    inf, nan = torch.tensor(torch.inf), torch.tensor(torch.nan)
+    assert kinds({"callbacks": {"ModelCheckpoint": {"kth_value": inf, "best": -inf.double()}}}) == []
+    assert kinds({"callbacks": {"ModelCheckpoint": {"current_score": nan}}}) == ["nan"]
+    assert kinds({"callbacks": {"Average": {"w": torch.tensor([1.0, torch.inf])}}}) == ["nan"]
+    assert kinds({"state_dict": {"w": torch.ones(3, 2), "scale": inf}}) == ["nan"]
+
+
 def test_the_rank_of_a_bad_element_and_blocks_that_are_smaller_than_tensors(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

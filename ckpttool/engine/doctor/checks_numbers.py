@@ -50,7 +50,11 @@ class NumbersCheck:
 
     def add(self, block: Block) -> None:
         """Look at a block: count the elements that are NaN or infinite, count those below 0 in averages of squares, and
-        note whether all elements of the tensor so far are one number."""
+        note whether all elements of the tensor so far are one number.
+
+        Infinity is no fault in a single number outside the training state: Lightning's ModelCheckpoint saves one as its
+        `kth_value` until it has compared its first metric (lightning/pytorch/callbacks/model_checkpoint.py, 2.6).
+        """
         t = self.ckpt.tensors[block.name]
         if t.dtype not in EXPONENT and t.dtype not in _NAN:
             return
@@ -64,8 +68,10 @@ class NumbersCheck:
         if t.dtype in _NAN:
             wrong = np.isin(bits, np.array(_NAN[t.dtype], bits.dtype))
         else:
-            exponent = bits.dtype.type(EXPONENT[t.dtype][0])
+            exponent, sign = (bits.dtype.type(x) for x in EXPONENT[t.dtype])
             wrong = (bits & exponent) == exponent
+            if t.component == "extra" and t.numel == 1:  # a best metric before there is one, of a trainer's callback
+                wrong &= (bits & ~sign) != exponent
             self.averages.add(block.name, t.dtype, block.first, block.data)
         if n := int(np.count_nonzero(wrong)):
             of.first_bad = block.first + int(wrong.argmax()) if of.first_bad is None else of.first_bad
