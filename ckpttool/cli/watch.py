@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import json
 import os
-import shlex
 import sys
 from contextlib import ExitStack, closing
 from dataclasses import replace
@@ -45,6 +44,7 @@ def watch(
     quiet: Quiet = False,
 ) -> None:
     """Prove each save of a running job: bytes, numbers and steps; latest.verified leads to the newest good one."""
+    from ..watching.describe import describe_event
     from ..watching.gentle import lower_priority
     from ..watching.journal import open_journal
     from ..watching.metrics import MetricsServer, render_watch_metrics, write_metrics
@@ -93,40 +93,3 @@ def watch(
             note("stopped; the same command continues where this one stopped")  # the usual end of a watch
         if request.once and (code := watcher.exit_code()):
             raise typer.Exit(code)
-
-
-def describe_event(event: dict[str, Any]) -> list[str]:
-    """Return the lines that say an event to people."""
-    from ..engine.inspect import human
-
-    kind = event["event"]
-    if kind in ("begun", "trouble"):
-        return [f"trouble: {event['why']}"] if kind == "trouble" else []
-    what = event["name"]
-    if kind == "command":
-        return [f"{what}: `{shlex.join(event['command'])}` ended with {event['status']}"]
-    if kind in ("deleted", "changed"):
-        return [f"{what}: {_WORDS[kind]} (was {event['was']})"]
-    if kind in ("unfinished", "skipped", "unjudged"):
-        return [f"{what}: {_WORDS[kind]}: {event['why']}"]
-    cost = f"{human(event['read_bytes'])} in {event['seconds']:.1f} s"
-    lines = [f"{what}: {_WORDS.get(kind, kind)}, {cost}"]
-    if kind == "verified":
-        before = event.get("previous")
-        compared = f"compared with {before['name']}" if before else "nothing to compare it with"
-        accepted = " (accepted)" if event.get("accepted") else ""
-        lines = [f"{what}: verified{accepted}, {event['layout']}, {cost}, {compared}, blake3:{event['digest']['all']}"]
-    return lines + [
-        f"  {'warning: ' if f['severity'] == 'note' else ''}{f['kind']}: {f['text']}" for f in event.get("findings", ())
-    ]
-
-
-_WORDS = {
-    "failed": "FAILED",
-    "rechecked": "read again, and equal",
-    "unfinished": "not finished",
-    "skipped": "passed over",
-    "unjudged": "not judged",
-    "deleted": "deleted",
-    "changed": "changed, and read again when its files rest",
-}

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
 from typing import Any
@@ -35,13 +35,15 @@ class Watcher:
         run: its folder.
         report: called with every event, after it is in the journal; {"event": "trouble"} is not written there.
 
-    `saves` are those that the last look found, at the time `looked`; `waiting` those of them that are to be read;
-    `costs` is what reading has cost since the start: bytes of tensors, seconds of CPU time.
+    `only` are the names of the saves that are to be read, None for all. `saves` are those that the last look found, at
+    the time `looked`; `waiting` those of them that are to be read; `costs` is what reading has cost since the start:
+    bytes of tensors, seconds of CPU time.
     """
 
     def __init__(self, run: str, request: WatchRequest, journal: WatchJournal, report: Callable[[Event], None]) -> None:
         self.run, self.request, self.journal, self._report = os.path.abspath(run), request, journal, report
         self.pace = Pace(request.max_rate)
+        self.only: Collection[str] | None = None
         self.saves: list[WatchedSave] = []
         self.waiting: list[WatchedSave] = []
         self.looked = self._rechecked = time.time()
@@ -105,6 +107,8 @@ class Watcher:
         ready = []
         self.waiting = []
         for save in self.saves:
+            if self.only is not None and save.name not in self.only:
+                continue
             rested, watched = self._measure_rest(save)
             event = self.journal.knows(save)
             if event is not None and not (event["event"] == "failed" and save.name == self._accepted):
