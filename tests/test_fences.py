@@ -85,7 +85,7 @@ OUTSIDE: dict[str, set[str]] = {
 #: Modules that only functions import, so that they may import large packages as they are loaded.
 LAZY: dict[str, set[str]] = {
     m: {"torch"} for m in ("live.torch_reader", "live.reader", "live.scatter", "live.live_job")
-}
+} | {"guard.trainer_guard": {"transformers"}, "guard.lightning_guard": {"lightning", "pytorch_lightning"}}
 HEAVY = {"torch", "transformers", "numpy", "ml_dtypes", "rich", "zstandard", "safetensors", "huggingface_hub"}
 
 
@@ -383,7 +383,7 @@ OWN_JSON = {
     "audit.ledger", "audit.parallel_reading", "converters.dcp.dcp_metadata", "hub.journal", "hub.screening", "huggingface.hub_names", "huggingface.model_names",
     "engine.workers.part_requests", "engine.workers.part_worker", "formats.values", "resume.ranks.interpreter", "resume.ranks.launch", "resume.request", "resume.trace.live_facts", "resume.trace.model",
     "resume.job.watchdog",
-    "storage.partial", "storage.shared_tree", "watching.journal",
+    "storage.partial", "storage.shared_tree", "guard.background", "watching.journal", "watching.proofs",
 }  # fmt: skip
 
 

@@ -11,6 +11,7 @@ import numpy as np
 import torch
 
 import ckpttool
+from ckpttool.guard import Guard
 
 done = ckpttool.convert("a", "b", to="zero3", world_size=4)
 print(done.digest["all"], done.verified)
@@ -40,3 +41,7 @@ ckpttool.open("a", layout="dcp")  # type: ignore[call-arg]
 ckpttool.push("a", "hf://b/c", dtyp="bf16")  # type: ignore[call-arg]
 ckpttool.export("a", "b.tar.zst", world_size=2)  # type: ignore[call-arg]  # an archive is of no world size
 ckpttool.convert("a", "b", threads="2")  # type: ignore[arg-type]
+with Guard(on_fault="raise", settle=1.0) as guard:
+    guard.check("a")
+    left: list[str] = guard.finish()
+Guard(on_fault="stop")  # type: ignore[arg-type]

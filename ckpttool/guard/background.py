@@ -1,0 +1,313 @@
+"""`Guard`: proves the saves of a training job in a process of low priority, and tells the job what was found.
+
+    training thread   check() -> saves that wait    poll() <- what was found
+    a thread          waits for asynchronous saves, asks the process again and again, and logs each verdict
+    a process         watching/proofs.py: a look of `ckpttool watch`, with its journal; it ends when nothing waits
+
+A step waits for none of it. The kernel kills the process when the job ends, however that ends.
+"""
+
+from __future__ import annotations
+
+import atexit
+import json
+import logging
+import os
+import sys
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from ..engine.workers.local_processes import LocalProcesses
+from ..errors import CkpttoolError, Corrupt, UsageError, argument
+from ..watching.proofs import leave_runs, look_at_saves
+from ..watching.request import WatchRequest
+
+__all__ = ["Guard"]
+
+_log = logging.getLogger("ckpttool")
+_MOST_FINDINGS = 3  # in a message; the journal has all
+
+
+@dataclass
+class _Save:
+    """A save that waits: since when, in seconds of the monotonic clock, the future of one that is still being written,
+    and whether it was there already."""
+
+    path: str
+    since: float
+    future: Any
+    existed: bool
+
+
+class Guard:
+    """Proves the saves of a training job in the background, as `ckpttool watch` does, and warns of those that are bad.
+
+    Rank 0 alone acts; the other ranks may call everything, and nothing happens. A save that is bad is a warning of the
+    logger `ckpttool`, and a line of the journal beside the run, RUN.ckpttool-watch/journal.jsonl, where RUN is the
+    folder that holds the save.
+
+    Args:
+        on_fault: "warn" does no more; "raise" raises Corrupt in the training thread, at the next `poll`, `check` or
+            `finish`; a function is called there with the event of the journal.
+        strict: raise there, too, if a save cannot be proved; otherwise that is a warning.
+        timeout: seconds that `finish` waits for the last proofs.
+        state: the folder of the journal; None for the one beside the run.
+        settle: seconds for which no file of a save may change before it is read.
+        stall: seconds that a save may take to be finished.
+        max_rate: bytes a second to read at most; None for no limit.
+        norm_jump: how many times its last norm a weight may have.
+
+    Raises:
+        UsageError: an argument makes no sense.
+    """
+
+    def __init__(
+        self,
+        *,
+        on_fault: Literal["warn", "raise"] | Callable[[dict[str, Any]], object] = "warn",
+        strict: bool = False,
+        timeout: float = 300.0,
+        state: str | os.PathLike[str] | None = None,
+        settle: float = 5.0,
+        stall: float = 1800.0,
+        max_rate: int | None = None,
+        norm_jump: float = 10.0,
+    ) -> None:
+        if on_fault not in ("warn", "raise") and not callable(on_fault):
+            raise UsageError(
+                f"{argument('on_fault', on_fault)}: it must be 'warn', 'raise' or a function.", code="CKPT0203"
+            )
+        self._on_fault, self._strict, self._timeout = on_fault, strict, timeout
+        self._options = {
+            "state": None if state is None else os.path.abspath(state),
+            "settle": settle, "stall": stall, "max_rate": max_rate, "norm_jump": norm_jump,
+        }  # fmt: skip
+        self._request = WatchRequest(**self._options)  # type: ignore[arg-type]
+        self._waiting: dict[str, _Save] = {}
+        self._appeared: dict[str, float] = {}  # {run: `since` of the newest save that came to be while it waited}
+        self._found: deque[dict[str, Any] | CkpttoolError] = deque()
+        self._lock = threading.Lock()  # of _waiting, _thread and _pool
+        self._thread: threading.Thread | None = None
+        self._pool: LocalProcesses | None = None
+        self._stop = threading.Event()
+        self._process = 0  # the id of the one that the thread is in; a fork has no such thread
+
+    # --------------------------------------------------------------------------------------------- in the training job
+
+    def check(self, path: str | os.PathLike[str], future: Any = None) -> None:
+        """Have a save proved in the background; returns at once.
+
+        Args:
+            path: the folder or file that was saved, or that is being written.
+            future: of a save that is being written, what `dcp.async_save` returned; None where it is finished, or where
+                its files tell.
+
+        Raises:
+            CkpttoolError: of an earlier save, as `poll`.
+        """
+        self.poll()
+        name = os.fspath(path)
+        try:
+            if not _is_first_rank():
+                return
+            self._request.folder_of(os.path.dirname(name) or ".")
+            real = os.path.realpath(name)
+            save = _Save(real, time.monotonic(), getattr(future, "upload_completion", future), os.path.lexists(real))
+            with self._lock:
+                self._waiting[real] = save
+                if self._thread is None or self._process != os.getpid():
+                    self._start()
+        except Exception as e:
+            self._say_unproved(name, str(e))
+
+    def poll(self) -> None:
+        """Tell the training thread what was found since the last call; costs nothing where nothing was.
+
+        Raises:
+            Corrupt: with on_fault="raise", a save is bad.
+            CkpttoolError: with `strict`, a save could not be proved.
+        """
+        while self._found:
+            found = self._found.popleft()
+            if isinstance(found, CkpttoolError):
+                raise found
+            if callable(self._on_fault):
+                self._on_fault(found)
+
+    def finish(self, timeout: float | None = None) -> list[str]:
+        """Wait for the proofs that are under way, and say what is not proved by then.
+
+        Args:
+            timeout: seconds to wait; None for those of the guard.
+
+        Returns:
+            The paths of the saves that were not read by then.
+
+        Raises:
+            CkpttoolError: as `poll`.
+        """
+        thread = self._thread
+        if thread is not None and self._process == os.getpid():
+            thread.join(self._timeout if timeout is None else timeout)
+        left = self.stop()
+        self.poll()
+        return left
+
+    def stop(self) -> list[str]:
+        """End the proofs that are under way, without waiting; returns the paths of the saves that were not read."""
+        if self._process != os.getpid():
+            return []
+        atexit.unregister(self.stop)
+        with self._lock:
+            thread, pool = self._thread, self._pool
+            self._stop.set()
+        if thread is not None and pool is not None:
+            pool.shutdown(wait=False, cancel_futures=True)
+            thread.join(5)
+        with self._lock:
+            left, self._waiting, self._thread = list(self._waiting), {}, None
+        for path in left:
+            self._say_unproved(path, "the job ended before it was read")
+        return left
+
+    def __enter__(self) -> Guard:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if kind is None:
+            self.finish()
+        else:
+            self.stop()
+
+    # ------------------------------------------------------------------------------------------------ in its own thread
+
+    def _start(self) -> None:
+        """Start the thread; called with the lock held."""
+        self._process, self._stop = os.getpid(), threading.Event()
+        self._thread = threading.Thread(target=self._prove_all, args=(self._stop,), daemon=True, name="ckpttool-guard")
+        atexit.register(self.stop)
+        self._thread.start()
+
+    def _prove_all(self, stop: threading.Event) -> None:
+        """Prove saves until none waits, or `stop` is set: the thread. A process that fails is replaced by a new one,
+        and what it was asked for is given up."""
+        while True:
+            pool = LocalProcesses(1)
+            with self._lock:
+                self._pool = pool
+                if stop.is_set() or not self._waiting:
+                    self._thread = None if self._stop is stop else self._thread
+                    return
+            try:
+                self._prove_waiting(pool, stop)
+            except Exception as e:  # a bug of ours must not end the training
+                for save in [] if stop.is_set() else list(self._waiting.values()):
+                    self._drop(save)
+                    self._say_unproved(save.path, f"{type(e).__name__}: {e}")
+            finally:
+                pool.shutdown(cancel_futures=True)
+
+    def _prove_waiting(self, pool: LocalProcesses, stop: threading.Event) -> None:
+        """Ask the process about the saves that wait, again and again, until none does."""
+        poll = min(2.0, max(0.05, self._request.settle / 4))
+        while not stop.is_set():
+            began = time.monotonic()
+            with self._lock:
+                waiting = list(self._waiting.values())
+            if not waiting:
+                pool.submit(leave_runs, "").result()
+                return
+            runs: dict[str, list[_Save]] = {}
+            for save in waiting:
+                if self._is_written(save):
+                    runs.setdefault(os.path.dirname(save.path), []).append(save)
+            for run, saves in runs.items():
+                names = [os.path.basename(s.path) for s in saves]
+                asked = json.dumps({"run": run, "names": names, "options": self._options})
+                answers = json.loads(pool.submit(look_at_saves, asked).result())
+                for save, name in zip(saves, names, strict=True):
+                    self._take(save, answers.get(name))
+            stop.wait(min(10.0, max(poll, time.monotonic() - began)))  # to list a large run takes a file server time
+
+    def _is_written(self, save: _Save) -> bool:
+        """Tell whether a save is finished, as far as its future says; one that failed is given up."""
+        if save.future is None:
+            return True
+        if not save.future.done():
+            return False
+        try:
+            save.future.result()
+        except Exception as e:
+            self._drop(save)
+            self._say_unproved(save.path, f"it was not saved: {e}")
+            return False
+        save.existed = True
+        return True
+
+    def _take(self, save: _Save, answer: Mapping[str, Any] | None) -> None:
+        """Note what the process says of a save; None where it is not judged yet."""
+        run, there = os.path.dirname(save.path), os.path.lexists(save.path)
+        if there and not save.existed:
+            save.existed = True
+            self._appeared[run] = max(self._appeared.get(run, 0.0), save.since)
+        # a trainer writes its saves in turn, so one that is not there when a later one is was deleted
+        deleted = not there and (save.existed or save.since < self._appeared.get(run, 0.0))
+        late = not there and time.monotonic() - save.since >= self._request.stall
+        if answer is None and not deleted and not late:
+            return
+        if not self._drop(save):
+            return  # it was saved again meanwhile
+        if answer is None:
+            if deleted:
+                _log.info("%s was deleted before it was read", save.path)
+            else:
+                self._say_unproved(save.path, f"it was not written for {self._request.stall:g} s")
+            return
+        event = dict(answer["event"])
+        if event["event"] == "verified":
+            _log.info("%s", "\n".join(answer["lines"]))
+        elif event["event"] == "failed":
+            self._say_bad(event, answer["proved"])
+        else:
+            self._say_unproved(save.path, str(event.get("why", event["event"])))
+
+    def _drop(self, save: _Save) -> bool:
+        """Let a save wait no longer; False where another save of this path does."""
+        with self._lock:
+            same = self._waiting.get(save.path) is save
+            if same:
+                del self._waiting[save.path]
+        return same
+
+    def _say_bad(self, event: dict[str, Any], proved: str | None) -> None:
+        """Warn of a save that is bad; `proved` is the path of the newest one that is good, None without one."""
+        bad = [f for f in event["findings"] if f["severity"] != "note"]
+        what = "; ".join(f"{f['kind']}: {f['text'].rstrip('.')}" for f in bad[:_MOST_FINDINGS])
+        more = f"; and {len(bad) - _MOST_FINDINGS} more" if len(bad) > _MOST_FINDINGS else ""
+        good = f"The newest proved save is {proved}" if proved else "No save of the run is proved"
+        error = Corrupt(f"{event['path']} is bad: {what}{more}. {good}.", code="CKPT0433")
+        _log.warning("%s: %s", error.code, error)
+        if self._on_fault != "warn":
+            self._found.append(error if self._on_fault == "raise" else event)
+
+    def _say_unproved(self, path: str, why: str) -> None:
+        """Warn of a save that is not proved."""
+        error = CkpttoolError(f"{path} is not proved: {why.rstrip('.')}.", code="CKPT0104")
+        _log.warning("%s: %s", error.code, error)
+        if self._strict:
+            self._found.append(error)
+
+
+def _is_first_rank() -> bool:
+    """Tell whether this is rank 0 of the job, or a job without ranks."""
+    distributed = sys.modules.get("torch.distributed")
+    if distributed is not None and distributed.is_available() and distributed.is_initialized():
+        return bool(distributed.get_rank() == 0)
+    with suppress(ValueError):
+        return int(os.environ.get("RANK", "0")) == 0
+    return True

@@ -1,0 +1,58 @@
+"""`LightningGuard`: a callback that proves the saves of Lightning.
+
+Imports Lightning when it is loaded. Source: lightning/pytorch/trainer/trainer.py (2.6): all saves, of ModelCheckpoint
+and of the user, go through `Trainer.save_checkpoint`, which ends with a barrier; no hook of a callback comes after the
+files are written. `teardown` comes after the last save of a fit, `on_exception` instead of it.
+"""
+
+from __future__ import annotations
+
+from functools import wraps
+from typing import Any
+
+try:
+    from lightning.pytorch import Callback
+except ImportError:
+    from pytorch_lightning import Callback
+
+from .background import Guard
+
+__all__ = ["LightningGuard"]
+
+
+class LightningGuard(Guard, Callback):  # type: ignore[misc]
+    """A `Guard` as a callback of Lightning: `Trainer(..., callbacks=[LightningGuard()])`.
+
+    Its arguments are those of `Guard`. Faults are told between batches, and the end of `fit` waits for the last proofs.
+    With AsyncCheckpointIO, a save is proved when its file is there and rests; one that is to be overwritten in place
+    (`last.ckpt`) may be read before it is.
+    """
+
+    def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
+        """Have each save of a fit proved, by whatever it is made."""
+        if stage != "fit":
+            return
+        save = trainer.save_checkpoint
+
+        @wraps(save)
+        def save_and_check(filepath: Any, *given: Any, **more: Any) -> None:
+            """Save, and have the result proved."""
+            save(filepath, *given, **more)
+            self.check(filepath)
+
+        trainer.save_checkpoint = save_and_check
+
+    def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
+        """Tell what was found."""
+        self.poll()
+
+    def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
+        """End the proofs without waiting: the fit failed."""
+        vars(trainer).pop("save_checkpoint", None)
+        self.stop()
+
+    def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:
+        """Wait for the last proofs of a fit."""
+        if stage == "fit":
+            vars(trainer).pop("save_checkpoint", None)
+            self.finish()
