@@ -427,6 +427,8 @@ def write_lightning(ckpt: Checkpoint, source: Source, options: WriteOptions) -> 
         UsageError: no world size was given and the source has none. Unsupported: there are several optimizers.
     """
     refuse_several_optimizers(ckpt, "Lightning")
+    bare = [n for n in ckpt.tensors if n == "scheduler"]
+    ckpt, lost = _without(ckpt, bare, "Lightning has a list of state dicts there, of which a tensor is none")
     world = options.ranks(ckpt)
     placed: set[Path] = set()
     notes: list[str] = []
@@ -480,6 +482,7 @@ def write_lightning(ckpt: Checkpoint, source: Source, options: WriteOptions) -> 
         ("", write_dcp(state, source, replace(options, own=None, tree=tree))),
     ]
     out = joined_drafts("lightning", ckpt, parts, options, world)
+    out.dropped += lost
     out.notes += [*notes, *kept]
     out.synthesized_values |= {joined(p): data for p, data in made.items()}
     return out
