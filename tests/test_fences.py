@@ -34,6 +34,7 @@ OUTSIDE: dict[str, set[str]] = {
     "watching.journal": {"blake3"},
     "watching.saves": {"blake3"},
     "pytest_plugin": {"pytest"},
+    "cli.acid": {"typer"},
     "cli.adapter.arguments": {"typer"},
     "cli.adapter.extract": {"typer"},
     "cli.adapter.merge": {"typer"},
@@ -380,7 +381,7 @@ def test_the_docstring_of_errors_draws_every_class_with_its_code() -> None:
 #: Who parses JSON besides bounded_json, which bounds what it takes: of text that we ourselves wrote a moment ago, or of children
 #: of ours that answer.
 OWN_JSON = {
-    "audit.ledger", "audit.parallel_reading", "converters.dcp.dcp_metadata", "hub.journal", "hub.screening", "huggingface.hub_names", "huggingface.model_names",
+    "acid.child", "audit.ledger", "audit.parallel_reading", "converters.dcp.dcp_metadata", "hub.journal", "hub.screening", "huggingface.hub_names", "huggingface.model_names",
     "engine.workers.part_requests", "engine.workers.part_worker", "formats.values", "resume.ranks.interpreter", "resume.ranks.launch", "resume.request", "resume.trace.live_facts", "resume.trace.model",
     "resume.job.watchdog",
     "storage.partial", "storage.shared_tree", "guard.background", "watching.journal", "watching.proofs",

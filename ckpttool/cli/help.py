@@ -25,7 +25,7 @@ READING = (0, 1, 2, 3, 4, 7, 8, 9, 14, 130)
 GROUPS: dict[str, tuple[str, ...]] = {
     "Look": ("inspect", "show", "stats", "ls", "diff", "explain"),
     "Convert": ("convert", "apply", "average", "adapter", "delta", "layouts", "maps"),
-    "Prove": ("verify", "doctor", "digest", "compare", "resume-verify", "watch"),
+    "Prove": ("verify", "doctor", "digest", "compare", "resume-verify", "watch", "acid"),
     "Keep": ("audit", "prune", "clean"),
     "Publish": ("push", "pull"),
 }

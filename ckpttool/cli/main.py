@@ -63,6 +63,7 @@ _COMMANDS: dict[str, type[Command] | None] = {
     "audit": None,
     "layouts": Command,
     "maps": Command,
+    "acid": Command,
     "explain": Command,
 }
 

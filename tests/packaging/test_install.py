@@ -104,7 +104,7 @@ def test_the_sdist_holds_the_package_and_no_fixtures(sdist: Path) -> None:
         "CHANGELOG.md", "LICENSE", "MANIFEST.in", "PKG-INFO", "README.md", "ckpttool", "ckpttool.egg-info", "converters",
         "pyproject.toml", "setup.cfg", "setup.py",
     }  # fmt: skip
-    assert sdist.stat().st_size < 2_000_000
+    assert sdist.stat().st_size < 3_200_000  # 1.2 MB of it is the kit of the acid test
 
 
 def test_the_wheel_holds_every_module_and_what_they_read(wheel: Path) -> None:

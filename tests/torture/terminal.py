@@ -97,7 +97,7 @@ def commands(folder: Path, r: random.Random) -> list[list[Any]]:
         ["audit", "export", a, folder / "store" / f"{r.random()}.tar.zst", "--meta", f"k={evil}"], ["audit", "list", folder / "store"],
         ["audit", "list", folder / "store", "--json"], ["audit", "ledger", "show", folder / "store"], ["audit", "ledger", "verify", folder / "store"],
         ["audit", "verify", folder / "store" / evil.replace("/", "")], ["audit", "prune", folder / "store", "--keep-last", 1, "--dry-run"],
-        ["clean", folder], ["clean", hidden], ["layouts", evil], [evil], ["maps", evil], ["maps", evil, "--derive", evil], ["explain", evil], ["explain", evil, "--json"], ["adapter", "extract", a, out], ["adapter", "merge", a, b, out],
+        ["clean", folder], ["clean", hidden], ["layouts", evil], [evil], ["maps", evil], ["maps", evil, "--derive", evil], ["explain", evil], ["explain", evil, "--json"], ["acid", evil], ["acid", a, "--kit", evil], ["adapter", "extract", a, out], ["adapter", "merge", a, b, out],
         ["push", a, f"hf://x/ {evil}", "--dry-run"], ["pull", f"hf://x/ {evil}", out],
         ["ls", folder], ["ls", hidden, "--json"], ["prune", folder, "--keep-last", 1], ["prune", folder, "--keep-best", f"{evil}:{evil}"],
         ["inspect", a, "--fold"], ["inspect", a, "--html", f"{out}.html", "--stats", "--against", b], ["diff", a, b, "--sort", "moved", "--fold", "--top", 3],

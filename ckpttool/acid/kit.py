@@ -1,0 +1,207 @@
+"""The kit of the acid test: its cases, and the state that each one holds.
+
+A kit is a .tar.xz or a folder: kit.json, layouts.json, and cases/NAME with case.json, the checkpoint, and, where its
+state may be expected, expected.safetensors and expected.json. docs/explanation/acid-test.md describes them.
+"""
+
+from __future__ import annotations
+
+import tarfile
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from hashlib import sha256
+from importlib.resources import files
+from lzma import LZMAError
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+from ..bounded_json import parse
+from ..engine.copy.dtypes import numpy_dtype
+from ..errors import Corrupt, NotRecognised, Unsupported, UsageError
+from ..formats.safetensors_header import slots
+from ..storage.sources import open_source
+
+__all__ = ["KIT_VERSION", "Case", "Expected", "open_kit", "read_expected"]
+
+KIT_VERSION = 1
+
+
+@dataclass(frozen=True)
+class Case:
+    """A checkpoint of the kit, and what has to become of it.
+
+    Attributes:
+        name: such as "zero3_cut".
+        folder: holds all of it.
+        golden: whether it is whole.
+        fault: what kind of fault a broken one has, such as "cut"; "" if it is golden.
+        what: the trick, or the fault, in words.
+        expect: "state": its state is to be loaded; "refused"; or "either".
+        path: the checkpoint, from `folder`.
+        parts: what it holds: "weights", "optimizer".
+        touches: which of these a fault is in.
+        made_of: the golden case that a broken one was made of; "" if it is golden.
+        tied: names of one tensor; one of them is enough.
+        about: what a program is told: "layout", "world_size", "flat_layout".
+    """
+
+    name: str
+    folder: Path
+    golden: bool
+    fault: str
+    what: str
+    expect: str
+    path: str
+    parts: tuple[str, ...]
+    touches: tuple[str, ...]
+    made_of: str
+    tied: tuple[tuple[str, ...], ...]
+    about: Mapping[str, Any]
+
+    @property
+    def layout(self) -> str:
+        """Return the layout, a key of the kit's layouts.json."""
+        return str(self.about["layout"])
+
+
+@dataclass(frozen=True)
+class Expected:
+    """The state of a case.
+
+    Attributes:
+        tensors: {name: [dtype, shape, SHA-256 of the elements]}.
+        widened: the same of each tensor in float32.
+        values: {name: number}.
+        stored: tensors under the names that the files have, where these are others than those in memory; {} where not.
+    """
+
+    tensors: Mapping[str, list[Any]]
+    widened: Mapping[str, list[Any]]
+    values: Mapping[str, Any]
+    stored: Mapping[str, list[Any]]
+
+
+@contextmanager
+def open_kit(path: str | None, patterns: tuple[str, ...] = ()) -> Iterator[list[Case]]:
+    """Yield the cases of a kit, which is unpacked while the context lasts.
+
+    Args:
+        path: a .tar.xz, or a folder with the unpacked kit; None: the one that comes with ckpttool.
+        patterns: globs of the names of cases; none: all.
+
+    Raises:
+        NotRecognised: it is no kit. Corrupt: it is damaged. Unsupported: it is a later version.
+        UsageError: no case has such a name.
+    """
+    kit = Path(path) if path is not None else Path(str(files("ckpttool.acid").joinpath("kit.tar.xz")))
+    with TemporaryDirectory(prefix="ckpttool-acid-") as work:
+        if not kit.is_dir():
+            _unpack(kit, work)
+        cases = _list_cases(kit if kit.is_dir() else Path(work), str(kit))
+        chosen = [c for c in cases if not patterns or any(fnmatchcase(c.name, p) for p in patterns)]
+        if not chosen:
+            raise UsageError(
+                f"No case is called {', '.join(patterns)}; the kit has {', '.join(c.name for c in cases)}.",
+                code="CKPT0203",
+            )
+        yield chosen
+
+
+def _unpack(kit: Path, folder: str) -> None:
+    """Unpack a kit.
+
+    Raises:
+        NotRecognised: there is no such file, or it is not a .tar.xz. Corrupt: it is cut.
+    """
+    try:
+        packed = tarfile.open(kit, "r:xz")  # noqa: SIM115 (what fails here is told apart from what fails below)
+    except (FileNotFoundError, EOFError, LZMAError, tarfile.TarError) as e:
+        raise NotRecognised(
+            f"{kit}: not a kit of the acid test ({e}). Give a .tar.xz or a folder.", code="CKPT0301"
+        ) from None
+    try:
+        with packed:
+            packed.extractall(folder, filter="data")
+    except (EOFError, LZMAError, tarfile.TarError) as e:
+        raise Corrupt(f"{kit}: the kit is damaged ({e}). Fetch it again.", code="CKPT0403") from None
+
+
+def _list_cases(folder: Path, what: str) -> list[Case]:
+    """List the cases of an unpacked kit, in its order.
+
+    Args:
+        what: the kit's path, for messages.
+
+    Raises:
+        NotRecognised: it is no kit. Unsupported: it is of another version. Corrupt: a case is incomplete.
+    """
+    try:
+        said = parse((folder / "kit.json").read_bytes(), f"{what}: kit.json")
+        if (version := said["version"]) != KIT_VERSION:
+            raise Unsupported(
+                f"{what} is version {version} of the kit; this ckpttool runs version {KIT_VERSION}. Update ckpttool.",
+                code="CKPT0329",
+            )
+        return [_read_case(folder / "cases" / name) for name in said["cases"]]
+    except FileNotFoundError as e:
+        raise NotRecognised(f"{what}: not a kit of the acid test; it has no {e.filename}.", code="CKPT0301") from None
+    except (KeyError, TypeError) as e:
+        raise Corrupt(f"{what}: a case lacks {e}.", code="CKPT0406") from None
+
+
+def _read_case(folder: Path) -> Case:
+    """Read a case.json.
+
+    Raises:
+        FileNotFoundError, KeyError: something of it is missing.
+    """
+    said = parse((folder / "case.json").read_bytes(), f"{folder.name}/case.json")
+    return Case(
+        name=folder.name,
+        folder=folder,
+        golden=said["kind"] == "golden",
+        fault=said["fault"] or "",
+        what=said["what"],
+        expect=said["expect"],
+        path=said["path"],
+        parts=tuple(said["parts"]),
+        touches=tuple(said["touches"]),
+        made_of=said["made_of"] or "",
+        tied=tuple(map(tuple, said["tied"])),
+        about=said["about"],
+    )
+
+
+def read_expected(case: Case) -> Expected | None:
+    """Read the state that a case holds; None if it has to be refused."""
+    if case.expect == "refused":
+        return None
+    tensors, widened = _read_digests(case.folder, "expected.safetensors")
+    other = "expected_as_stored.safetensors"
+    stored = _read_digests(case.folder, other)[0] if (case.folder / other).exists() else {}
+    values = parse((case.folder / "expected.json").read_bytes(), f"{case.name}/expected.json")["values"]
+    return Expected(tensors, widened, values, stored)
+
+
+def _read_digests(folder: Path, name: str) -> tuple[dict[str, list[Any]], dict[str, list[Any]]]:
+    """Return {tensor: [dtype, shape, SHA-256]} of a safetensors file in a folder, and the same in float32."""
+    data = (folder / name).read_bytes()
+    with open_source(str(folder)) as source:
+        found = slots(source, name)
+    tensors: dict[str, list[Any]] = {}
+    widened: dict[str, list[Any]] = {}
+    for key, slot in found.items():
+        body = data[slot.offset : slot.offset + slot.length]
+        tensors[key] = [slot.dtype, list(slot.shape), sha256(body).hexdigest()]
+        widened[key] = ["float32", list(slot.shape), _hash_in_float32(body, slot.dtype)]
+    return tensors, widened
+
+
+def _hash_in_float32(data: bytes, dtype: str) -> str:
+    """Return the SHA-256 of elements, given as bytes of a dtype, as float32."""
+    import numpy as np
+
+    return sha256(np.frombuffer(data, numpy_dtype(dtype)).astype(np.float32).tobytes()).hexdigest()

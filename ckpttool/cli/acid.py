@@ -1,0 +1,94 @@
+"""`ckpttool acid`: parse, call, print."""
+
+from __future__ import annotations
+
+import sys
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from ..errors import Differs
+from .help import about
+from .terminal import Json, Meter, Quiet, note, print_json, say
+
+if TYPE_CHECKING:
+    from ..acid.run import AcidResult
+
+__all__ = ["acid"]
+
+_COLUMNS = ("weights", "optimizer", "values", "load", "list", "verify", "save")
+
+
+@about(
+    ("What does this program make of whole and broken checkpoints?", "ckpttool acid reader.py"),
+    ("Some cases, with another Python", "ckpttool acid reader.py --case 'zero3*' --python venv/bin/python"),
+    ("For a script", "ckpttool acid reader.py --json"),
+    exits=(0, 1, 2, 3, 4, 5, 8, 14, 130),
+    meaning={5: "something is wrong, lost, accepted, executed, crashed or hung", 3: "no such program, or no kit"},
+)
+def acid(
+    program: Annotated[
+        str,
+        typer.Argument(
+            help="A Python file with the functions load, save, list and verify, or some of them.", show_default=False
+        ),
+    ],
+    kit: Annotated[
+        str | None,
+        typer.Option("--kit", help="Another kit: a .tar.xz or a folder.  [default: ckpttool's own]", metavar="PATH"),
+    ] = None,
+    case: Annotated[
+        list[str] | None, typer.Option("--case", help="Run the cases of these names; repeatable.", metavar="GLOB")
+    ] = None,
+    limit: Annotated[float, typer.Option("--limit", help="Seconds that a call may take.", min=0.1)] = 60,
+    processes: Annotated[int, typer.Option("--processes", help="Processes that share the cases.", min=1)] = 2,
+    python: Annotated[
+        str | None,
+        typer.Option(
+            "--python", help="The interpreter that runs the program.  [default: ckpttool's own]", metavar="PATH"
+        ),
+    ] = None,
+    as_json: Json = False,
+    quiet: Quiet = False,
+) -> None:
+    """Run a program that reads checkpoints over small whole and broken ones, and print what it makes of each."""
+    from ..acid.run import acid as run
+
+    def progress(_: str, cases: int, total: int) -> None:
+        """Print a line for every tenth case."""
+        if cases % 10 == 0 or cases == total:
+            note(f"{cases} of {total} cases", quiet or as_json)
+
+    with Meter(quiet=True) as meter:
+        done = run(
+            program,
+            kit=kit,
+            cases=tuple(case or ()),
+            seconds=limit,
+            processes=processes,
+            python=python or sys.executable,
+            progress=progress,
+        )
+    if as_json:
+        print_json(done.to_json())
+    else:
+        _print_card(done, quiet)
+        note(f"took {meter.seconds:.0f} s", quiet)
+    if not done.passed:
+        raise typer.Exit(Differs.exit_code)
+
+
+def _print_card(done: AcidResult, quiet: bool) -> None:
+    """Print the verdicts on each case, why they are not right, and how many there are of each."""
+    from ..acid.scoring import summarise
+
+    width = max((len(row.case.name) for row in done.rows), default=0)
+    for row in done.rows:
+        verdicts = [f"{c} {row.verdicts[c]}" for c in _COLUMNS if c in row.verdicts]
+        say(f"{row.case.name:{width}s}  {', '.join(verdicts)}")
+        for column, reason in row.reasons.items():
+            say(f"{'':{width}s}    {column}: {reason.splitlines()[0]}")
+    for kind, counted in summarise(done.rows).items():
+        say(f"{kind}: {', '.join(f'{n} {verdict}' for verdict, n in counted.items()) or 'no verdicts'}")
+    if done.others:
+        note(f"not its layout: {', '.join(done.others)}", quiet)
