@@ -22,7 +22,7 @@ import signal
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -198,5 +198,4 @@ def main(path: str) -> None:
 
 
 if __name__ == "__main__":
-    run: Callable[[str], None] = main
-    run(sys.argv[1])
+    main(sys.argv[1])
