@@ -77,7 +77,7 @@ bench: $(VENV)/.engines
 	$(BIN)/python bench/archive.py --size $(or $(SIZE),3G)
 
 docs: $(VENV)/.done
-	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --quiet --strict
+	$(BIN)/python docs/_build.py
 
 fixtures: $(VENV)/.engines
 	$(BIN)/python fixtures/make.py
@@ -89,4 +89,4 @@ dist: $(VENV)/.done
 	$(BIN)/uv build --quiet --out-dir dist
 
 clean:
-	rm -rf demo bench-data site build dist *.egg-info
+	rm -rf demo bench-data build dist *.egg-info

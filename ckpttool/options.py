@@ -135,9 +135,10 @@ def option(
         repeated: a list whose members are given one by one, and not in one text with commas.
         commas: with `repeated`: either way.
 
-    >>> @dataclass(frozen=True)
-    ... class MyOptions:
-    ...     rows: int = option(64, "Rows of a file.")
+    Examples:
+        >>> @dataclass(frozen=True)
+        ... class MyOptions:
+        ...     rows: int = option(64, "Rows of a file.")
     """
     said = {"help": help, "panel": panel, "flag": flag, "size": size, "metavar": metavar, "least": least, "most": most}
     return field(default=default, metadata=said | {"repeated": repeated, "commas": commas})

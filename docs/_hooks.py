@@ -1,4 +1,4 @@
-"""What mkdocs puts into the pages from the code: options of commands, exit codes, layouts.
+"""What the site has from the code: the pages of docs/ with their marks replaced. docs/_build.py builds it from them.
 
 <!-- options: audit export -->    a table of the command's options, from its typer declaration
 <!-- exit-codes -->               ckpttool.errors.EXIT_CODES
@@ -8,18 +8,17 @@
 <!-- modules -->                  every module, with the first sentence of its docstring
 <!-- codes -->                    every code of an error, from ckpttool/codes.toml
 <!-- findings -->                 every kind of finding of `doctor`, and whether it takes --read-data
+<!-- exports -->                  the names of `ckpttool` that the page does not describe above
 """
 
 from __future__ import annotations
 
 import ast
 import re
-import tempfile
 from pathlib import Path
 from typing import Any
 
 import typer.main
-from mkdocs.plugins import event_priority
 
 import ckpttool
 from ckpttool.cli.main import app
@@ -44,21 +43,6 @@ TABLES = {
     "for": ("`--for`", "what it writes", "how it is resumed"),
     "resumed": ("trainer", "read", "resumes", "optimizer", "scheduler", "RNG", "data loader"),
 }  # fmt: skip
-
-_tree: tempfile.TemporaryDirectory[str] | None = None
-
-
-@event_priority(100)  # before mkdocstrings looks at its settings
-def on_config(config: Any) -> None:
-    """Show mkdocstrings the package as it is installed: with the folder converters/ inside."""
-    global _tree
-    root = Path(config.config_file_path).parent
-    _tree = tempfile.TemporaryDirectory(prefix="ckpttool-docs-")
-    installed = Path(_tree.name, "ckpttool")
-    installed.mkdir()
-    for path in (*(root / "ckpttool").iterdir(), root / "converters"):
-        (installed / path.name).symlink_to(path)
-    config.plugins["mkdocstrings"].config.handlers["python"]["paths"] = [str(installed.parent)]
 
 
 def commands(group: Any = None, above: tuple[str, ...] = ()) -> dict[str, Any]:
@@ -157,18 +141,14 @@ def modules_table() -> str:
     folders: dict[str, list[str]] = {}
     for path in sorted([*(root / "ckpttool").rglob("*.py"), *(root / "converters").rglob("*.py")]):
         text = ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) or ""
-        sentence = re.split(r"(?<=\.)\s", " ".join(text.split("\n\n")[0].split()), maxsplit=1)[0].replace("|", "\\|")
+        sentence = re.split(r"(?<=\.)\s", " ".join(text.split("\n\n")[0].split()), maxsplit=1)[0]
+        for mark in "|[":
+            sentence = sentence.replace(mark, f"\\{mark}")
         if path.name != "__init__.py":
             folders.setdefault(str(path.parent.relative_to(root)), []).append(f"| `{path.name}` | {sentence} |")
     return "\n\n".join(
         f"## {folder}/\n\n| module | what it is |\n|---|---|\n" + "\n".join(rows) for folder, rows in folders.items()
     )
-
-
-def on_post_build(**_: Any) -> None:
-    """Remove what `on_config` made."""
-    if _tree is not None:
-        _tree.cleanup()
 
 
 def exports(page: str) -> str:
@@ -177,8 +157,8 @@ def exports(page: str) -> str:
     return "\n".join(f"::: ckpttool.{name}" for name in ckpttool.__all__ if name not in skipped)
 
 
-def on_page_markdown(markdown: str, **_: Any) -> str:
-    """Called by mkdocs with the text of each page."""
+def expand_marks(markdown: str) -> str:
+    """Return the text of a page with its marks replaced by what they stand for."""
     markdown = re.sub(r"^<!-- options: (.+?) -->$", lambda m: options_table(m[1]), markdown, flags=re.MULTILINE)
     markdown = re.sub(r"^<!-- rows: (.+?) -->$", lambda m: rows_table(m[1]), markdown, flags=re.MULTILINE)
     markdown = markdown.replace("<!-- exports -->", exports(markdown))

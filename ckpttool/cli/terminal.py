@@ -159,7 +159,8 @@ def progress_bar() -> Meter:
     """Return a `progress` for functions that take one: a bar on stderr where that is a terminal, or else a line every
     ten seconds.
 
-    >>> ckpttool.convert("run/ckpt", "out", to="hf", progress=ckpttool.progress_bar())             # doctest: +SKIP
+    Examples:
+        >>> ckpttool.convert("run/ckpt", "out", to="hf", progress=ckpttool.progress_bar())  # doctest: +SKIP
     """
     return Meter(quiet=False, alone=True)
 

@@ -79,12 +79,13 @@ def _suggest_names(ckpt: Checkpoint, name: str) -> str:
 class TensorHandle:
     """A tensor of an open checkpoint, whose bytes are read when they are asked for.
 
-    >>> with ckpttool.open("runs/step-1000") as ckpt:                                              # doctest: +SKIP
-    ...     embed = ckpt["model.embed.weight"]
-    ...     embed.dtype, embed.shape                       # no tensor byte is read
-    ...     rows = embed[2:5]                              # reads three rows
-    ...     whole = embed.torch()
-    ('bfloat16', (128256, 4096))
+    Examples:
+        >>> with ckpttool.open("runs/step-1000") as ckpt:  # doctest: +SKIP
+        ...     embed = ckpt["model.embed.weight"]
+        ...     embed.dtype, embed.shape                       # no tensor byte is read
+        ...     rows = embed[2:5]                              # reads three rows
+        ...     whole = embed.torch()
+        ('bfloat16', (128256, 4096))
 
     Indices are integers, slices and `...`, as in numpy; a result is a numpy array of its own memory. Only chunks that
     meet the index are read, and of these only the part that is needed. With a step, all elements from the first to the

@@ -62,10 +62,11 @@ def show_path(path: CheckpointPath) -> str:
 class OpenCheckpoint(Mapping[str, "TensorHandle"]):
     """A checkpoint that was read and checked, with the files it lies in. It is a mapping of names to tensors.
 
-    >>> with ckpttool.open("runs/step-1000") as opened:                                            # doctest: +SKIP
-    ...     for name in opened:
-    ...         print(name, opened[name].dtype, opened[name].shape)
-    ...     rows = opened["model.embed.weight"][2:5]
+    Examples:
+        >>> with ckpttool.open("runs/step-1000") as opened:  # doctest: +SKIP
+        ...     for name in opened:
+        ...         print(name, opened[name].dtype, opened[name].shape)
+        ...     rows = opened["model.embed.weight"][2:5]
 
     Its files are closed at the end of the `with`, or by `close()`; a read after that is a UsageError. If it is dropped
     open, they are closed with a ResourceWarning.

@@ -61,8 +61,9 @@ def load(
 ) -> Loaded:
     """Load a checkpoint in any layout into a live job: FSDP2, HSDP, tensor parallel, DDP or plain. A collective.
 
-    >>> done = ckpttool.load(model, optimizer, "runs/step-1000", scheduler=scheduler)               # doctest: +SKIP
-    >>> ckpttool.load(model, None, "meta-llama/Llama-3.2-1B")                                       # doctest: +SKIP
+    Examples:
+        >>> done = ckpttool.load(model, optimizer, "runs/step-1000", scheduler=scheduler)  # doctest: +SKIP
+        >>> ckpttool.load(model, None, "meta-llama/Llama-3.2-1B")  # doctest: +SKIP
 
     Parameters and persistent buffers are matched by FQN, and so is the optimizer's state. Options of a param group are
     those of the checkpoint's group that lists its parameters; `foreach`, `fused`, `capturable` and `differentiable`

@@ -60,7 +60,8 @@ def storage_reader(
     so the job reads up to twice as many bytes, the second time mostly from the page cache. Where a digest differs,
     dcp.load fails on every rank, and the job's tensors are then partly overwritten.
 
-    >>> dcp.load(state_dict, storage_reader=ckpttool.storage_reader("runs/step-1000"))             # doctest: +SKIP
+    Examples:
+        >>> dcp.load(state_dict, storage_reader=ckpttool.storage_reader("runs/step-1000"))  # doctest: +SKIP
 
     The index is read here: on every rank or, with `shared`, on one, which sends it to the others; this call is then a
     collective of all ranks of the job. Each rank then reads the bytes of its own shards. Names are understood as

@@ -58,9 +58,10 @@ class Outcome(NamedTuple):
 def resume_verify(source: str | os.PathLike[str] | None = None, **keywords: Unpack[VerifyKeywords]) -> Report | None:
     """Load a checkpoint into a live FSDP2 job, train some steps, and judge whether training goes on as before.
 
-    >>> report = ckpttool.resume_verify("runs/new", against="runs/old", config="org/model")       # doctest: +SKIP
-    >>> report.word, report.exit_code                                                             # doctest: +SKIP
-    ('pass', 0)
+    Examples:
+        >>> report = ckpttool.resume_verify("runs/new", against="runs/old", config="org/model")  # doctest: +SKIP
+        >>> report.word, report.exit_code  # doctest: +SKIP
+        ('pass', 0)
 
     Args:
         source: the checkpoint, in any layout; None with `fresh`.
