@@ -5,7 +5,7 @@ FOLDER (an empty one; build/docs, which is made anew) gets everything that the g
 mkdocs.yml   as it is here; the generator runs in FOLDER
 docs/        the pages, with their marks replaced (docs/_hooks.py), and the pictures
 README.md    of which index.md includes a table; examples/, of which pages include scripts, is a link
-ckpttool/    links that make the package as it is installed, with converters/ inside, for the pages of the API
+ckpttool/    links that make the package as it is installed, with converters/ inside, for the pages of the API; _keywords.py is for them, too
 
 The generator sees only Markdown and mkdocs.yml. docs/explanation/reasons.md says why it is Zensical.
 """
@@ -30,7 +30,7 @@ def write_input(folder: Path) -> None:
         if not (folder / "ckpttool" / path.name).is_symlink():  # a checkout may have converters/ linked there already
             (folder / "ckpttool" / path.name).symlink_to(path)
     (folder / "examples").symlink_to(ROOT / "examples")
-    for name in ("mkdocs.yml", "README.md"):
+    for name in ("mkdocs.yml", "README.md", "docs/_keywords.py"):
         shutil.copy(ROOT / name, folder)
     for path in (p for p in (ROOT / "docs").rglob("*") if p.suffix in (".md", ".svg", ".css")):
         target = folder / path.relative_to(ROOT)
