@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import html
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -54,3 +56,29 @@ def test_an_exponent_is_that_of_the_end(monkeypatch: pytest.MonkeyPatch) -> None
     assert exponent([(1, 0.01), (2, 0.02), (4, 0.2), (8, 0.8), (16, 3.2)]) == pytest.approx(2)
     assert exponent([(1, 0.01), (2, 0.05), (4, 0.2), (8, 0.8)]) == pytest.approx(2)  # 0.05 s are noise
     assert exponent([(1, 0.01), (2, 0.02), (4, 0.04)]) is None
+
+
+def test_the_plots_show_the_numbers_of_the_page() -> None:
+    """bench/plots.py needs matplotlib, so the pictures are looked at as they are checked in."""
+    page = (REPOSITORY / "docs" / "benchmarks.md").read_text(encoding="utf-8")
+    measured = json.loads((REPOSITORY / "bench" / "measured.json").read_text(encoding="utf-8"))
+    task, rows, floor = "", {}, {}
+    for line in page.replace("`", "").replace("*", "").splitlines():
+        cells = [cell.strip() for cell in line.strip("|").split("|")]
+        if len(cells) == 6 and line.startswith("|") and re.fullmatch(r"[\d.]+", cells[4]):
+            task = cells[0] or task
+            rows[task, cells[1].partition(" / cp")[0]] = [cells[2].partition(" ")[0], cells[4], cells[5]]
+        if len(cells) == 5 and line.startswith("|") and re.fullmatch(r"[\d.]+", cells[1]):
+            floor[cells[0]] = float(cells[1])
+    told = {
+        (t["task"], r["tool"]): [r["wall_s"], r["cpu_s_per_gb"], r["peak_mib"]]
+        for t in measured["conversions"] for r in t["rows"]
+    }  # fmt: skip
+    in_tables = {key: [float(x) for x in numbers] for key, numbers in rows.items() if key in told}
+    assert told == in_tables and len(told) > 20
+    assert {r["tool"]: r["cpu_s"] for r in measured["floor"]}.items() <= floor.items()
+    for column, name in enumerate(("wall", "cpu", "memory")):
+        drawn = (REPOSITORY / "docs" / "plots" / f"{name}.svg").read_text(encoding="utf-8")
+        texts = [html.unescape(t) for t in re.findall(r"<text[^>]*>([^<]*)</text>", drawn)]
+        for (task, _), numbers in told.items():
+            assert task not in texts or f"{numbers[column]:g}" in texts, (name, task)
