@@ -82,3 +82,20 @@ def test_the_plots_show_the_numbers_of_the_page() -> None:
         texts = [html.unescape(t) for t in re.findall(r"<text[^>]*>([^<]*)</text>", drawn)]
         for (task, _), numbers in told.items():
             assert task not in texts or f"{numbers[column]:g}" in texts, (name, task)
+
+
+def test_the_costs_follow_from_the_benchmarks() -> None:
+    pages = REPOSITORY / "docs"
+    measured = (pages / "benchmarks.md").read_text(encoding="utf-8")
+    checked = 0
+    for line in (pages / "how-to" / "cost.md").read_text(encoding="utf-8").splitlines():
+        cells = [cell.strip() for cell in line.strip("|").split("|")]
+        for seconds, hours in zip(cells[1::2], cells[2::2], strict=False):
+            if len(cells) == 5 and re.fullmatch(r"\d\.\d\d", seconds):
+                assert hours == f"{float(seconds) / 3.6:.2f}" and f" {seconds} " in measured, line
+                checked += 1
+        if len(cells) == 5 and cells[1].isdigit() and cells[3].isdigit():
+            small, large, each = (int(cell) for cell in cells[1:4])
+            assert each == round((large - small) / 0.558), line
+            checked += 1
+    assert checked == 20

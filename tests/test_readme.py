@@ -618,6 +618,31 @@ def test_every_recipe_of_the_archive_guide_runs_as_it_stands_and_then_its_reader
 
 
 @PUTS
+@pytest.mark.slow
+def test_every_tool_of_the_comparison_gives_what_the_page_says(
+    desk: Path, hub: Hub, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(desk)
+    shutil.copytree(FIXTURES / "hf_llama" / "ckpt", desk / "base")
+    page = PAGES["explanation/comparison.md"]
+    lines = "".join(blocks(page, "sh")).splitlines()
+    modules = [line for line in lines if line.startswith("python -m ")]
+    run_modules = (
+        "import runpy, shlex, sys\n"
+        "for line in sys.argv[1:]:\n"
+        "    sys.argv = shlex.split(line)[2:]\n"
+        "    runpy.run_module(sys.argv[0], run_name='__main__', alter_sys=True)\n"
+    )  # in one process, since most of the time is the import of torch and DeepSpeed
+    run_all([shlex.join(["python", "-c", run_modules, *modules])], desk)
+    run_all([line for line in lines if line.startswith("hf ")], desk, **outside())
+    printed = run_here([line for line in lines if line.startswith("ckpttool ")], desk)
+    assert len(modules) == 3
+    found = [re.search(r"\d+ tensors in both, 0 with", out) for line, out in printed.items() if " diff " in line]
+    assert len(found) == 4
+    assert all(f and f"{f[0]} other values" in page for f in found)
+
+
+@PUTS
 def test_every_recipe_of_the_guides_to_stores_and_to_the_hub_runs_as_it_stands(
     desk: Path, hub: Hub, monkeypatch: pytest.MonkeyPatch
 ) -> None:
