@@ -372,11 +372,12 @@ def get_change() -> str:
 def argument(name: str, value: object = None, of: str | None = None) -> str:
     """Write an option in a message, as the caller writes it.
 
-    >>> argument("world_size", 0), argument("drop", True), argument("wrap"), argument("only", ["model", "optim"])
-    ('world_size=0', 'drop=True', 'wrap', "only=['model', 'optim']")
-    >>> with name_flags():
-    ...     argument("world_size", 0), argument("drop", True), argument("wrap"), argument("only", ["model", "optim"])
-    ('--world-size 0', '--drop', '--wrap', '--only model,optim')
+    Examples:
+        >>> argument("world_size", 0), argument("drop", True), argument("wrap"), argument("only", ["model", "optim"])
+        ('world_size=0', 'drop=True', 'wrap', "only=['model', 'optim']")
+        >>> with name_flags():
+        ...     argument("world_size", 0), argument("drop", True), argument("only", ["model", "optim"])
+        ('--world-size 0', '--drop', '--only model,optim')
 
     The command line may be one of a command that lacks it. Then it says whose option it is: "--drop of `ckpttool
     convert`".

@@ -756,6 +756,14 @@ def test_the_site_builds_without_a_warning_and_has_every_page_and_option(tmp_pat
     assert all(
         f'id="ckpttool.{name}"' in python for name in ckpttool.__all__ if name not in ("__version__", "CkpttoolError")
     )
+    assert "<blockquote" not in python, "an example outside a section of examples is a quotation to Markdown"
+    keyword = re.sub(r"<[^>]+>|\s+", "", python.partition('id="ckpttool.convert"')[2])
+    assert "world_size(int|None,default:None)" in keyword
+    found = {
+        (i["location"], i["title"]) for i in json.loads((site / "search.json").read_text(encoding="utf-8"))["items"]
+    }
+    symptoms = re.findall(r"^## (.+)$", PAGES["troubleshooting.md"], re.MULTILINE)
+    assert set(symptoms) <= {title for location, title in found if location.startswith("troubleshooting/")}
 
 
 def test_every_page_is_in_the_navigation() -> None:
