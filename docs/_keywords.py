@@ -17,6 +17,7 @@ class Keywords(griffe.Extension):
     """
 
     def on_function(self, *, func: griffe.Function, **_: Any) -> None:
+        """Parse the docstring of a function that `list_keywords` decorates. griffe calls this for every function."""
         if func.docstring is None or not any("list_keywords" in str(d.value) for d in func.decorators):
             return
         module = importlib.import_module(func.module.path)
@@ -31,6 +32,6 @@ class Keywords(griffe.Extension):
                 p.name, annotation=annotation, default=repr(p.default), kind=griffe.ParameterKind.keyword_only
             )
             func.parameters.add(parameter)
-        assert func.docstring.parsed  # which stays as it is once it was asked for
+        _ = func.docstring.parsed  # is kept, as it is now
         for p in added:
             del func.parameters[p.name]
