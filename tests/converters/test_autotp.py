@@ -61,7 +61,13 @@ def test_masters_and_moments_are_those_of_the_ranks(case: str, unpacked: Unpack)
         assert opened.checkpoint.world_size == about["world"]
         assert sorted(set(opened.checkpoint.ranks.values())) == list(range(about["world"]))
         steps = {n: opened[n].torch() for n in opened if n.endswith(".step")}
-        assert len(steps) == 8 and {float(x) for x in steps.values()} == {3.0}
+        assert len(steps) == 8
+        # DeepSpeed has one for each flat tensor, and its safe_get_full_optimizer_state, which made the truth, gives none
+        for path in (folder / "ckpt" / "global_step3").glob("*_optim_states.pt"):
+            flat = torch.load(path, weights_only=False)["optimizer_state_dict"]
+            base = flat["base_optimizer_state" if "base_optimizer_state" in flat else "optimizer_state_dict"]
+            own = base["state"][0]["step"]
+            assert all(x.dtype == own.dtype and torch.equal(x, own) for x in steps.values()) and float(own) == 3
         assert opened.checkpoint.value("trainer.global_steps") == 3
         assert opened.checkpoint.value("optim.param_groups.0.lr") == 0.01
         assert not [n for n in opened.checkpoint.values if INFO in n], "it would say of whole weights how they are cut"

@@ -1,7 +1,7 @@
 """torchrun script of DeepSpeed's AutoTP: `autotp_job.py make FOLDER TP STAGE DTYPE` trains a small module for three steps, saves
 FOLDER/ckpt with FOLDER/truth.safetensors, what the ranks hold together, trains three more, and writes their losses to
-FOLDER/case.json; `autotp_job.py resume FOLDER TP STAGE DTYPE CKPT` loads the universal checkpoint CKPT instead, and writes the
-losses of its three steps to FOLDER/resumed.json. fixtures/autotp was made by the first."""
+FOLDER/case.json; `autotp_job.py resume FOLDER TP STAGE DTYPE CKPT` loads CKPT instead, a universal checkpoint or a save of as many
+ranks, and writes the losses of its three steps to FOLDER/resumed.json. fixtures/autotp was made by the first."""
 
 from __future__ import annotations
 
@@ -109,7 +109,7 @@ def truth(engine: Any, tp: int) -> dict[str, Tensor]:
 def main(mode: str, folder: Path, tp: int, stage: int, dtype: str, *source: str) -> None:
     """One of the two."""
     zero_jobs.prepare()
-    engine = start(tp, stage, dtype, bool(source))
+    engine = start(tp, stage, dtype, any(Path(s, "latest_universal").exists() for s in source))
     written: dict[str, Any] = {"tp": tp, "world": dist.get_world_size(), "stage": stage, "dtype": dtype}
     if mode == "resume":
         assert engine.load_checkpoint(*source)[0]
