@@ -87,7 +87,7 @@ class ReferenceModel(NamedTuple):
 
     `shapes` {FQN: (shape, dtype)} of the model in its order; `tied` {FQN: the one before with the same bytes};
     `optimizer` FQNs in the order of its param groups, `groups` the same by group; None if it has none. `chunks` {FQN:
-    the boxes that it is stored in}.
+    the boxes that it is stored in}; `tensor_parallel` is that of its `Checkpoint`.
     """
 
     shapes: dict[str, tuple[tuple[int, ...], str]]
@@ -95,6 +95,7 @@ class ReferenceModel(NamedTuple):
     optimizer: tuple[str, ...] | None
     groups: Groups | None = None
     chunks: Mapping[str, Chunks] = MappingProxyType({})
+    tensor_parallel: Mapping[str, Any] | None = None
 
 
 @dataclass(frozen=True)

@@ -117,9 +117,15 @@ class ZeroOptions:
         None, "zero1, zero2: ep_size of the MoE layers in the job that will load it; that of the source, or 1."
     )
 
+    tensor_parallel: int | None = option(
+        None,
+        "zero1, zero2, zero3: autotp_size of the job that will load it, which divides --world-size; by default 1, "
+        "whole weights. The source, or a save of such a job that --like names, says how parameters are cut.",
+    )
+
     def __post_init__(self) -> None:
-        """Raise UsageError if `sub_group_size` or `expert_parallel` is given and below 1."""
-        for name in ("sub_group_size", "expert_parallel"):
+        """Raise UsageError if `sub_group_size`, `expert_parallel` or `tensor_parallel` is given and below 1."""
+        for name in ("sub_group_size", "expert_parallel", "tensor_parallel"):
             if (n := getattr(self, name)) is not None and n < 1:
                 raise UsageError(f"{name} is {n}; it must be at least 1.", code="CKPT0203")
 

@@ -889,6 +889,7 @@ def _describe_reference(ckpt: Checkpoint) -> layouts.ReferenceModel:
         list_optimizer_order(ckpt),
         names_by_group(ckpt),
         {n: t.chunks for n, t in model.items()},
+        ckpt.tensor_parallel,
     )
 
 

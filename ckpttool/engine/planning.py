@@ -307,6 +307,7 @@ def _note_unused(opened: OpenCheckpoint, reading: OpenOptions, writing: WriteReq
         *(["config"] if reading.merge or writing.map or writing.dequantize else []),
         # for how a mesh divides tensors
         *(["config", "like"] if (mesh := getattr(writing.options, "sizes", None)) and mesh.tp * mesh.ep > 1 else []),
+        *(["config", "like"] if getattr(writing.options, "tensor_parallel", None) else []),
     }
     opened.checkpoint.notes += refuse_unused(reading, f"{opened.layout.name} -> {target.name}", used)
 

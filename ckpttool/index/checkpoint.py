@@ -489,6 +489,9 @@ class Checkpoint:
     numeric_remainders: frozenset[str] = frozenset()
     #: the parameters as the optimizer of the source numbers them, where that is known though `origin` does not say so
     numbered: tuple[str, ...] = ()
+    #: how tensor-parallel ranks of the source cut each parameter, in the words of its layout; None where they did not,
+    #: or the tensors themselves show it
+    tensor_parallel: dict[str, Any] | None = None
     #: {path below extra.args: data}: the arguments of the job, where they were left out of `values` with their
     #: component
     left_arguments: dict[Path, Any] = field(default_factory=dict)

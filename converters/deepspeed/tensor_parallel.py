@@ -1,32 +1,22 @@
 """Saves of tensor-parallel ranks: each has files of its own, which are read as a save by itself; here the parts are put
 together into whole weights, masters and moments.
 
-DeepSpeed's AutoTP writes into every model file how each parameter is cut:
+DeepSpeed's AutoTP writes into every model file how each parameter is cut (tensor_cuts.py). Copies that several ranks
+hold have to be equal. Moments are cut like their parameter. What is no parameter (buffers, steps) is whole on every
+rank. Ranks are numbered with the tensor-parallel rank first: rank 3 of TP 2 x DP 2 is mp_rank_01 of zero_pp_rank_1.
 
-    universal_checkpoint_info.affine_map    {"version": 1, "params": {"^<FQN, escaped for re>$": map}}
-    map     {"logical_shape": [..], "ranks": {rank: {"shard_shape": [..], "pieces": [piece]}}}
-    piece   {"shape": [..], "source": [offset, strides], "dest": [offset, strides], "locations": [rank], "scale": 1.0}
-
-`source` and `dest` say where the piece is in the whole parameter and in the rank's, in elements, as torch.as_strided
-counts them. `locations` are all ranks that hold it; their copies have to be equal. A rank may hold nothing of a
-parameter (shard_shape [0, ..]: more ranks than key-value heads). Moments are cut like their parameter. What is no
-parameter (buffers, steps) is whole on every rank. Ranks are numbered with the tensor-parallel rank first: rank 3 of
-TP 2 x DP 2 is mp_rank_01 of zero_pp_rank_1.
-
-Sources: deepspeed 0.19.8, checkpoint/affine.py (AffinePiece, ParamAffineMap, replicated_map), module_inject/layers.py
-(collect_autotp_universal_checkpoint_info), runtime/engine.py (_save_checkpoint), utils/groups.py.
+Sources: deepspeed 0.19.8, module_inject/layers.py (collect_autotp_universal_checkpoint_info), runtime/engine.py
+(_save_checkpoint), utils/groups.py.
 """
 
 from __future__ import annotations
 
-import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any
 
 from ckpttool.errors import Corrupt, Unsupported
 from ckpttool.formats.pickles import short
-from ckpttool.index import boxes
 from ckpttool.index.checkpoint import Checkpoint, Chunks, OtherCopy, Replica, TensorEntry, same_value
 from ckpttool.index.fqns import EXTRA_STATE, strip_wrappers
 from ckpttool.layouts import Place, ReadOptions
@@ -34,29 +24,12 @@ from ckpttool.layouts import Place, ReadOptions
 from ..rank_files import first_difference
 from .files import File, tied_names
 from .module_state import SaveReader
+from .tensor_cuts import INFO, ParameterCut, parse_map, pattern_of, whole_on
 
 __all__ = ["read_tensor_ranks"]
 
-_INFO = "universal_checkpoint_info"
 #: Keys on which all tensor-parallel ranks of one save agree.
-_SAME = ("global_steps", "skipped_steps", "dp_world_size", "mp_world_size", "buffer_names", _INFO)
-
-Box = tuple[tuple[int, ...], tuple[int, ...]]
-
-
-class _Piece(NamedTuple):
-    """A box of a parameter, (start, shape), and where it starts in the part of each rank that holds it."""
-
-    box: Box
-    held: dict[int, tuple[int, ...]]
-
-
-class _Map(NamedTuple):
-    """How the ranks share a parameter: its shape, the shape of each rank's part, the pieces."""
-
-    shape: tuple[int, ...]
-    parts: list[tuple[int, ...]]
-    pieces: list[_Piece]
+_SAME = ("global_steps", "skipped_steps", "dp_world_size", "mp_world_size", "buffer_names", INFO)
 
 
 def read_tensor_ranks(
@@ -99,7 +72,7 @@ def _read_maps(where: str, model: File) -> dict[str, Any]:
     Raises:
         Unsupported: it states none, or one of a later version.
     """
-    info = model.tree.get(_INFO)
+    info = model.tree.get(INFO)
     stated = info.get("affine_map") if isinstance(info, dict) else None
     if stated is None:
         raise Unsupported(
@@ -145,8 +118,9 @@ class _Joining:
             model: a model file of rank 0.
         """
         self.where, self.parts = reading.where, parts
-        info = model.tree[_INFO]
+        info = model.tree[INFO]
         refused = info.get("autotp_unsupported_parameter_patterns")
+        self.info: dict[str, Any] = info
         self.refused = refused if isinstance(refused, dict) else {}
         listed = model.tree.get("buffer_names")
         names = [n for n in model.tree["module"] if isinstance(n, str)]
@@ -154,9 +128,9 @@ class _Joining:
         self.buffers = {clean.get(n, n) for n in listed or ()}
         aliases = tied_names([model])
         #: {name in the index: the pattern that the map of the parameter is stored under}
-        self.patterns = {clean.get(n, n): f"^{re.escape(aliases.get(n, n))}$" for n in names}
+        self.patterns = {clean.get(n, n): pattern_of(aliases.get(n, n)) for n in names}
         self.stored = maps
-        self.maps: dict[str, _Map] = {}
+        self.maps: dict[str, ParameterCut] = {}
         self.replicas: list[Replica] = []
 
     def join(self) -> Checkpoint:
@@ -188,7 +162,7 @@ class _Joining:
             for n, t in first.rounded.items()
             if all(n in p.rounded or self._has_nothing(r, t.parameter) for r, p in enumerate(self.parts))
         }
-        values = {n: v for n, v in first.values.items() if v.path[:2] != ("extra", _INFO)}
+        values = {n: v for n, v in first.values.items() if v.path[:2] != ("extra", INFO)}
         world = first.world_size or 1
         out = replace(
             first,
@@ -202,6 +176,7 @@ class _Joining:
             others=others,
             rounded=rounded,
             replicas=replicas,
+            tensor_parallel=self.info,
         )
         out.notes = [
             *first.notes,
@@ -228,7 +203,7 @@ class _Joining:
         how = self._map_of(first)
         if how is None or (first.slot is not None and first.shape in ((), (1,)) and first.shape not in how.parts):
             holders = [r for r, t in enumerate(column) if t is not None]
-            how = _Map(first.shape, [first.shape] * len(column), [_whole_on(holders, first.shape)])
+            how = ParameterCut(first.shape, [first.shape] * len(column), [whole_on(holders, first.shape)])
         shapes = [t.shape if t is not None else part for t, part in zip(column, how.parts, strict=True)]
         if shapes != how.parts:
             raise Corrupt(
@@ -254,20 +229,20 @@ class _Joining:
         pattern = self.patterns.get(parameter, "")
         return pattern in self.stored and 0 in self._parse(pattern, parameter).parts[rank]
 
-    def _parse(self, pattern: str, parameter: str) -> _Map:
+    def _parse(self, pattern: str, parameter: str) -> ParameterCut:
         """Return the map that is stored under a pattern, that of a parameter."""
         if pattern not in self.maps:
-            self.maps[pattern] = _parse_map(self.stored[pattern], len(self.parts), f'{self.where}: "{parameter}"')
+            self.maps[pattern] = parse_map(self.stored[pattern], len(self.parts), f'{self.where}: "{parameter}"')
         return self.maps[pattern]
 
-    def _map_of(self, t: TensorEntry) -> _Map | None:
+    def _map_of(self, t: TensorEntry) -> ParameterCut | None:
         """Return how a weight, or the weight that a slot belongs to, is cut; None for what is no parameter.
 
         Raises:
             Unsupported: it is a parameter without a map.
         """
         parameter = t.parameter
-        pattern = self.patterns.get(parameter, f"^{re.escape(parameter)}$")
+        pattern = self.patterns.get(parameter, pattern_of(parameter))
         if pattern in self.stored:
             return self._parse(pattern, parameter)
         if parameter in self.buffers or parameter not in self.patterns or parameter.rpartition(".")[2] == EXTRA_STATE:
@@ -308,95 +283,3 @@ class _Joining:
                     )
                 out.append(OtherCopy(n, rank, 0))
         return out
-
-
-def _whole_on(ranks: Sequence[int], shape: tuple[int, ...]) -> _Piece:
-    """Return the piece that is all of a tensor, which these ranks have whole."""
-    start = (0,) * len(shape)
-    return _Piece((start, shape), dict.fromkeys(ranks, start))
-
-
-def _parse_map(stored: object, ranks: int, what: str) -> _Map:
-    """Return the map of a parameter as boxes.
-
-    Args:
-        stored: the map as data of the pickle.
-        ranks: the number of tensor-parallel ranks.
-        what: how errors name the parameter.
-
-    Raises:
-        Corrupt: it has another form, or is of another number of ranks.
-        Unsupported: a piece is scaled or no box, or the pieces do not cover the parameter, and each part of it, exactly
-            once.
-    """
-    try:
-        shape = _ints(_item(stored, "logical_shape"))
-        by_rank = _item(stored, "ranks")
-        if not isinstance(by_rank, Mapping) or sorted(map(int, by_rank)) != list(range(ranks)):
-            raise Corrupt(
-                f"{what}: affine_map is of ranks {short(by_rank)}, and files are of {ranks}.", code="CKPT0409"
-            )
-        of_ranks = {int(r): x for r, x in by_rank.items()}
-        parts = [_ints(_item(of_ranks[r], "shard_shape")) for r in range(ranks)]
-        listed = [(r, p) for r in range(ranks) for p in _item(of_ranks[r], "pieces")]
-        found: dict[Box, dict[int, tuple[int, ...]]] = {}
-        stated: dict[Box, set[tuple[int, ...]]] = {}
-        own: list[list[Box]] = [[] for _ in range(ranks)]
-        for rank, piece in listed:
-            size = _ints(_item(piece, "shape"))
-            if 0 in size:
-                continue
-            if piece.get("scale", 1.0) != 1.0:
-                raise Unsupported(
-                    f"{what}: rank {rank} holds it times {short(piece['scale'])}, and no division undoes that exactly.",
-                    code="CKPT0325",
-                )
-            here, there = (_corner(_item(piece, k), s, size) for k, s in (("source", shape), ("dest", parts[rank])))
-            if here is None or there is None or rank in found.get((here, size), ()):
-                raise Unsupported(f"{what}: a piece of rank {rank} is no box of it: {short(piece)}.", code="CKPT0325")
-            found.setdefault((here, size), {})[rank] = there
-            stated.setdefault((here, size), set()).add(_ints(_item(piece, "locations")))
-            own[rank].append((there, size))
-    except (TypeError, ValueError, KeyError, AttributeError) as e:
-        raise Corrupt(f"{what}: its affine_map has another form than DeepSpeed's ({e}).", code="CKPT0406") from None
-    for box, held in found.items():
-        if stated[box] != {tuple(sorted(held))}:
-            raise Corrupt(
-                f"{what}: ranks {sorted(held)} hold a piece that affine_map says is on {sorted(stated[box])}.",
-                code="CKPT0406",
-            )
-    problems = [(f"the part of rank {r}", boxes.find_cover_problem(parts[r], own[r])) for r in range(ranks)]
-    for whose, why in [("the whole", boxes.find_cover_problem(shape, list(found))), *problems]:
-        if why is not None:
-            raise Unsupported(
-                f"{what}: the pieces of affine_map do not cover {whose} exactly once: {why}.", code="CKPT0325"
-            )
-    return _Map(shape, parts, [_Piece(box, held) for box, held in found.items()])
-
-
-def _item(tree: Any, key: str) -> Any:
-    """Return what a dict of a pickle has under a key; raise KeyError or TypeError if there is none."""
-    return tree[key]
-
-
-def _ints(x: Sequence[object]) -> tuple[int, ...]:
-    """Return a list of integers, which are not negative, as a tuple; raise ValueError for anything else."""
-    if not isinstance(x, (list, tuple)) or len(x) > 64 or not all(type(n) is int and n >= 0 for n in x):
-        raise ValueError(f"{short(x)} is no list of sizes")
-    return tuple(n for n in x if type(n) is int)
-
-
-def _corner(place: Any, shape: tuple[int, ...], size: tuple[int, ...]) -> tuple[int, ...] | None:
-    """Return where a piece of `size` begins in a row-major tensor of `shape`, in which it lies at `place`, [offset,
-    strides] in elements; None if it is no box of that tensor."""
-    at, steps = place
-    steps, rows = _ints(steps), boxes.strides(shape)
-    if not len(steps) == len(size) == len(shape) or 0 in shape:
-        return None
-    start = []
-    for k, n, step, row in zip(size, shape, steps, rows, strict=True):
-        first, at = divmod(at, row)
-        if first + k > n or (k > 1 and step != row):
-            return None
-        start.append(first)
-    return None if at else tuple(start)

@@ -31,6 +31,7 @@ from ckpttool.layouts import WriteOptions
 from ..options import ZeroOptions
 from .experts import DATA_FIRST, EXPERT_NAME
 from .files import MAYBE, OWN, SCALERS, STAGE, FlatRange, tensor_of_ranges, zero_setting
+from .tensor_cuts import INFO
 
 __all__ = [
     "DS_VERSION",
@@ -171,6 +172,10 @@ class SavePlan:
         }
         self.rest.pop("global_steps", None)
 
+        # the tensor-parallel rank whose files are planned
+        self.tensor_rank, self.tensor_ranks = 0, 1
+        self.cuts: dict[str, Any] | None = None  # how all of them cut parameters, for their model files
+
         # all else is written under its own name, so no name may be one of DeepSpeed's
         self.scaler = self._loss_scaler()
         for key in sorted((OWN | {"buffer_names"}) & self.rest.keys()):
@@ -224,6 +229,24 @@ class SavePlan:
                     code="CKPT0316",
                 )
         return config if isinstance(config, dict) else {}
+
+    def set_tensor_ranks(self, ranks: int, cuts: dict[str, Any]) -> None:
+        """Plan for an engine of several tensor-parallel ranks: change the source's ds_config, if there is one.
+
+        Args:
+            ranks: their number.
+            cuts: universal_checkpoint_info, which says how they cut parameters.
+        """
+        self.tensor_ranks, self.cuts = ranks, cuts
+        if self.ds_config:
+            section = self.ds_config.get("tensor_parallel")
+            section = {**(section if isinstance(section, dict) else {}), "autotp_size": ranks}
+            self.ds_config = {**self.ds_config, "tensor_parallel": section}
+
+    @property
+    def model_rank(self) -> str:
+        """Return how names of files call the tensor-parallel rank."""
+        return f"mp_rank_{self.tensor_rank:02}"
 
     def added_values(self) -> dict[str, object]:
         """Return {name: data} of the values that every DeepSpeed save has but the source does not."""
@@ -441,17 +464,17 @@ class SavePlan:
 
         Args:
             tree: the file, to which tensors are added.
-            rank: the rank.
-            world: the number of ranks.
+            rank: the data-parallel rank.
+            world: the number of data-parallel ranks.
             each_rank: whether every rank has a file, and its own values of `per_rank` in it.
         """
         rest = dict(self.rest)
-        each = rest.get("per_rank")
-        if each_rank and isinstance(each, dict) and self._are_ranks(each, world):
+        each, number = rest.get("per_rank"), rank * self.tensor_ranks + self.tensor_rank
+        if each_rank and isinstance(each, dict) and self._are_ranks(each, world * self.tensor_ranks):
             del rest["per_rank"]
-            own = each.get(str(rank))
+            own = each.get(str(number))
             rest.update(own if isinstance(own, dict) else {})
-        elif rank:
+        elif number:
             rest.pop("per_rank", None)  # for other ranks than there are now: rank 0 carries them
         state = self.state
         out: dict[str, object] = {k: None for k in MAYBE}
@@ -460,10 +483,11 @@ class SavePlan:
         out.update(self.counters)
         out.update(
             dp_world_size=world,
-            mp_world_size=1,
-            checkpoint_parallel_dimensions={"pp_degree": 1, "tp_degree": 1},
+            mp_world_size=self.tensor_ranks,
+            checkpoint_parallel_dimensions={"pp_degree": 1, "tp_degree": self.tensor_ranks},
             ds_config=self.ds_config,
             ds_version=DS_VERSION,
+            **({} if self.cuts is None else {INFO: self.cuts}),
         )
         out.update({k: tree.add_tree(v) for k, v in rest.items()})
         return out
@@ -508,7 +532,7 @@ class ModelStateFiles:
         for rank in range(self.world if self.stage == 3 else 1):
             tree = FileTree(rank)
             content = self._tree(tree, rank, each_rank)
-            name = f"zero_pp_rank_{rank}_mp_rank_00" if self.stage == 3 else "mp_rank_00"
+            name = f"zero_pp_rank_{rank}_{plan.model_rank}" if self.stage == 3 else plan.model_rank
             numbers.append(files.add(f"{plan.tag}/{name}_model_states.pt", content, tree.sizes))
             trees.append(tree)
         for name, tree, content in self._expert_files():

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 from ckpttool.engine.flat.placed_masters import with_masters_as_weights
 from ckpttool.engine.flat.split_state import shared_scalars, split_training_state
-from ckpttool.errors import Unsupported
+from ckpttool.errors import Unsupported, UsageError, argument
 from ckpttool.formats.torch_pickles import TensorRef
 from ckpttool.formats.torch_zip_writer import TorchFiles
 from ckpttool.index.checkpoint import Checkpoint, Chunks, Path, TensorEntry, joined
@@ -48,6 +48,12 @@ def write(ckpt: Checkpoint, source: Source, options: WriteOptions) -> Draft:
     tensors = {n: replace(t, dtype=options.cast(f"model.{n}", t.dtype)) for n, t in state.tensors.items()}
     asked = options.of(UniversalOptions)
     refuse_experts(state, asked.expert_parallel, "a universal checkpoint")
+    if asked.tensor_parallel is not None:
+        raise UsageError(
+            f"{argument('tensor_parallel', asked.tensor_parallel)} is for zero1, zero2 and zero3; tensor parallel "
+            "ranks of any number load a universal checkpoint, each its part of it.",
+            code="CKPT0203",
+        )
     stage = asked.stage or _stage_of(ckpt)
     plan = dw.SavePlan(state, tensors, stage, options, asked, ckpt)
     plan.tag += "" if asked.write_tag else "_universal"

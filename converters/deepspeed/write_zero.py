@@ -1,29 +1,26 @@
-"""What zero1, zero2 and zero3 write: the optimizer files of all ranks; deepspeed/write_common.py has the model
-files."""
+"""What zero1, zero2 and zero3 write; write_common.py has the model files, write_optimizers.py those of the optimizer,
+and write_tensor_parallel.py the files of tensor-parallel ranks."""
 
 from __future__ import annotations
 
 from dataclasses import replace
-from math import prod
-from typing import Any
 
 from ckpttool.engine.flat.placed_masters import with_masters_as_weights
-from ckpttool.engine.flat.split_state import shared_scalars, split_training_state
-from ckpttool.formats.torch_pickles import TensorRef
+from ckpttool.engine.flat.split_state import split_training_state
 from ckpttool.formats.torch_zip_writer import TorchFiles
-from ckpttool.index.checkpoint import ITEMSIZE, Checkpoint, Path, TensorEntry, joined
-from ckpttool.index.draft import Draft, Dropped
+from ckpttool.index.checkpoint import Checkpoint
+from ckpttool.index.draft import Draft
 from ckpttool.index.schedulers import complete_scheduler_state
 from ckpttool.layouts import WriteOptions
 from ckpttool.storage.source import Source
 
 from ..options import ZeroOptions
-from . import files as ds
 from . import write_common as dw
 from .experts import ExpertRanks, Experts
-from .files import FlatRange
-from .geometry import Groups, elements_per_rank, partition_parameters, split_into_subgroups
+from .geometry import split_into_subgroups
 from .write_experts import local_groups, plan_experts, refuse_experts, refuse_pipeline
+from .write_optimizers import OptimizerFiles
+from .write_tensor_parallel import write_tensor_ranks
 
 __all__ = ["prepare", "write_stage"]
 
@@ -52,6 +49,8 @@ def write_stage(ckpt: Checkpoint, source: Source, options: WriteOptions, stage: 
     tensors = {n: replace(t, dtype=options.cast(f"model.{n}", t.dtype)) for n, t in state.tensors.items()}
     own = options.of(ZeroOptions)
     plan = dw.SavePlan(state, tensors, stage, options, own, ckpt)
+    if own.tensor_parallel not in (None, 1):
+        return write_tensor_ranks(plan, options, world, own.tensor_parallel)
     if stage == 3:
         refuse_experts(state, own.expert_parallel, "ZeRO-3")
         experts, replicas = Experts(ExpertRanks(world, False), {}, [], {}), list[int]()
@@ -67,133 +66,10 @@ def write_stage(ckpt: Checkpoint, source: Source, options: WriteOptions, stage: 
     ids = [[next(numbers) for _ in parts] for parts in split]
     files = TorchFiles()
     local = groups if stage == 3 else local_groups(experts, groups, replicas)
-    out = _Optimizers(plan, groups, world, experts, local, replicas)
+    out = OptimizerFiles(plan, groups, world, experts, local, replicas)
     models = dw.ModelStateFiles(plan, groups, world, local)
     models.add(files, each_rank=stage == 3)
     out.add(files, ids)
     files.literal("latest", plan.tag.encode())
     checkpoint = Checkpoint(f"zero{stage}", options.target, world, [], [], out.tensors, {})
     return models.draft(files, checkpoint, out.sources, [*state.dropped, *out.dropped])
-
-
-class _Optimizers:
-    """The optimizer files: flat tensors of masters, then of every slot, the same record by record on all ranks."""
-
-    def __init__(
-        self, plan: dw.SavePlan, groups: Groups, world: int, experts: Experts, local: Groups, replicas: list[int]
-    ) -> None:
-        """Lay out the flat tensors of all ranks.
-
-        Args:
-            plan: what all files of the save have in common.
-            groups: [{name: shape}], the parameters in each flat tensor.
-            world: the number of ranks.
-            experts: which rank has which expert.
-            local: the parameters as each rank has them.
-            replicas: over how many ranks each flat tensor of stages 1 and 2 is partitioned.
-        """
-        self.plan, self.groups, self.world, self.stage = plan, groups, world, plan.stage
-        self.experts, self.local, self.replicas = experts, local, replicas
-        stage = plan.stage
-        self.dropped: list[Dropped] = []
-        self.tensors: dict[str, TensorEntry] = {}
-        self.sources: dict[str, TensorEntry] = {}
-        if stage == 3:
-            self.flats, self.parts = partition_parameters(groups, world)
-        else:
-            self.parts = [elements_per_rank(self._raw_numel(g), n) for g, n in enumerate(replicas)]
-            self.flats = experts.place(local, self.parts, None, replicas)
-        # (group, slot or None for the masters, dtype); the order of the records in every file
-        self.columns: list[tuple[int, str | None, str]] = [
-            (g, None, plan.common_dtype([plan.tensors[n].dtype for n in group])) for g, group in enumerate(groups)
-        ]
-        slots = [plan.slots_of(group) for group in groups]
-        for slot in dict.fromkeys(s for found in slots for s in found):
-            for g, group in enumerate(groups):
-                if slot in slots[g]:
-                    dtypes = [plan.slot_entry(n, slot).dtype for n in group if n not in plan.state.fresh]
-                    self.columns.append((g, slot, plan.common_dtype(dtypes)))
-        what = f"ZeRO-{stage} keeps one for a whole {'sub-group' if stage == 3 else 'param group'}"
-        self.scalars: list[dict[str, object]] = []
-        for group in groups:
-            scalars, lost = shared_scalars(plan.state, group, what)
-            self.scalars.append(scalars)
-            self.dropped += lost
-
-    def numel_of(self, rank: int, column: tuple[int, str | None, str]) -> int:
-        """Return the number of elements of a rank's flat tensor, which `column` gives as (number of the group, slot or
-        None for the masters, dtype). At stages 1 and 2 only masters have their padding at the end of the group stripped
-        off."""
-        g, slot, _ = column
-        if self.stage == 3 or slot is not None:
-            return self.parts[g]
-        part = self.experts.ranks.split(rank, self.replicas[g])[1]
-        return max(0, min(self.parts[g], self._raw_numel(g) - part * self.parts[g]))
-
-    def _raw_numel(self, g: int) -> int:
-        """Return the number of elements of the parameters in group `g` that a rank has, without padding."""
-        return sum(map(prod, self.local[g].values()))
-
-    def add(self, files: TorchFiles, ids: list[list[int]]) -> None:
-        """Add the optimizer files of all ranks, and the places of the tensors in them.
-
-        `ids` are the numbers of the flat tensors of each param group.
-        """
-        numbers = []
-        for rank in range(self.world):
-            sizes = {str(k): self.numel_of(rank, c) * ITEMSIZE[c[2]] for k, c in enumerate(self.columns)}
-            name = f"{self.plan.tag}/{self.plan.prefix}zero_pp_rank_{rank}_mp_rank_00_optim_states.pt"
-            numbers.append(files.add(name, self._tree(rank, ids), sizes))
-        for k, (g, slot, dtype) in enumerate(self.columns):
-            at = [files.offset(f, str(k)) for f in numbers]
-            for n in self.groups[g]:
-                if slot is not None and n in self.plan.state.fresh:
-                    continue  # zeros
-                path: Path = ("model", n) if slot is None else ("optim", "state", n, slot)
-                name = joined(path)
-                cuts = [
-                    FlatRange(first, last, numbers[r], at[r] + inside * ITEMSIZE[dtype])
-                    for r, first, last, inside in self.flats[n].parts
-                ]
-                self.tensors[name] = ds.tensor_of_ranges(self.flats[n].shape, dtype, path, cuts)
-                self.sources[name] = self.plan.state.tensors[n] if slot is None else self.plan.state.slots[n][slot]
-
-    def _tree(self, rank: int, ids: list[list[int]]) -> dict[str, object]:
-        """Return what a rank's optimizer file is to hold; `ids` are the numbers of the flat tensors of each param
-        group."""
-        masters: list[Any] = []
-        state: dict[int, dict[str, object]] = {g: dict(s) for g, s in enumerate(self.scalars) if s}
-        for k, column in enumerate(self.columns):
-            n = self.numel_of(rank, column)
-            ref = TensorRef(column[2], (n,), str(k), n)
-            if column[1] is None:
-                masters.append(ref)
-            else:
-                state.setdefault(column[0], {})[column[1]] = ref
-        groups = [{**g.options, "params": own} for g, own in zip(self.plan.state.groups, ids, strict=True)]
-        base = {"state": state, "param_groups": groups}
-        out = self.plan.scaler_keys()
-        out["zero_stage"] = dw.pickled_stage(self.stage)
-        if self.stage == 3:
-            out.update(partition_count=self.world, optimizer_state_dict=base, fp32_flat_groups=masters)
-        else:
-            out.update(
-                base_optimizer_state=base,
-                single_partition_of_fp32_groups=masters,
-                group_paddings=[self.parts[g] - self.numel_of(rank, (g, None, "")) for g in range(len(self.groups))],
-                param_alignment_paddings=[[0] * len(g) for g in self.local],
-                partition_count=self.replicas,
-                ds_version=dw.DS_VERSION,
-                param_slice_mappings=[self._slice_mappings(rank, g) for g in range(len(self.groups))],
-            )
-        return {"optimizer_state_dict": out, "ds_config": self.plan.ds_config, "ds_version": dw.DS_VERSION}
-
-    def _slice_mappings(self, rank: int, g: int) -> dict[str, object]:
-        """Return param_slice_mappings of group `g`: {name on the rank: address to be pickled} of the part of each
-        parameter in a rank's flat tensor. Parameters of which the rank has no part are left out."""
-        return {
-            self.experts.local_name(n, self.world // self.replicas[g])[1]: dw.pickled_fragment(last - first, at)
-            for n in self.groups[g]
-            for r, first, last, at in self.flats[n].parts
-            if r == rank
-        }

@@ -105,7 +105,10 @@ _ROWS = {
                 "persistent small parameters, hpZ, fp32, bf16, fp16 with its loss scaler, CPU offload, saves at "
                 "step 0; AutoTP of DeepSpeed 0.19, joined"
             ),
-            "files that a stage 3 engine resumes from at any world size, and that `zero_to_fp32.py` reads",
+            (
+                "files that a stage 3 engine resumes from at any world size, and that `zero_to_fp32.py` reads; for "
+                "AutoTP too"
+            ),
         ),
     ),
     "for": (
@@ -137,7 +140,7 @@ _ROWS_2 = {
                 "stages 2, 1 and 0: padding, round-robin gradients, `elastic_checkpoint`, `BF16_Optimizer`, AutoTP, "
                 "experts of MoE layers; AutoEP; pipelines at stage 1"
             ),
-            "the same for stages 2 and 1, MoE layers at any expert parallel size",
+            "the same for stages 2 and 1, MoE layers at any expert parallel size, AutoTP",
         ),
     ),
 }

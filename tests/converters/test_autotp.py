@@ -15,11 +15,12 @@ import peers
 import pytest
 import torch
 import zero_files
+from ckpttool.converters.deepspeed.tensor_cuts import ParameterCut, cut_for_ranks, parse_map
 from ranks import torchrun
 from safetensors.torch import load_file
 
 import ckpttool
-from ckpttool.errors import CkpttoolError, Corrupt, Unsupported
+from ckpttool.errors import CkpttoolError, Corrupt, Unsupported, UsageError
 
 ARCHIVES = peers.FIXTURES / "autotp"
 CASES = sorted(p.name.removesuffix(".tar.xz") for p in ARCHIVES.glob("*.tar.xz"))
@@ -64,7 +65,7 @@ def test_masters_and_moments_are_those_of_the_ranks(case: str, unpacked: Unpack)
         assert len(steps) == 8
         # DeepSpeed has one for each flat tensor, and its safe_get_full_optimizer_state, which made the truth, gives none
         for path in (folder / "ckpt" / "global_step3").glob("*_optim_states.pt"):
-            flat = torch.load(path, weights_only=False)["optimizer_state_dict"]
+            flat = zero_files.load(path)["optimizer_state_dict"]
             base = flat["base_optimizer_state" if "base_optimizer_state" in flat else "optimizer_state_dict"]
             own = base["state"][0]["step"]
             assert all(x.dtype == own.dtype and torch.equal(x, own) for x in steps.values()) and float(own) == 3
@@ -210,6 +211,147 @@ def test_deepspeed_resumes_at_another_tensor_parallel_size(stage: int, unpacked:
     options = ckpttool.UniversalOptions(stage=stage)
     ckpttool.convert(folder / "ckpt", tmp_path / "universal", to="universal", options=options)
     said = torchrun(2, "autotp_job.py", "resume", str(tmp_path), "2", str(stage), "fp32", str(tmp_path / "universal"))
+    assert (tmp_path / "resumed.json").exists(), said[-4000:]
+    found, whole = (json.loads(p.read_text()) for p in (tmp_path / "resumed.json", folder / "case.json"))
+    assert found["step"] == 6 and found["losses"] == pytest.approx(whole["losses"], rel=1e-6)
+
+
+# ------------------------------------------------------------------------------------------- written for such ranks
+
+
+def write(source: Path, out: Path, to: str, world: int, tensor: int, like: Path | None = None, **more: Any) -> None:
+    """A save for an engine of AutoTP."""
+    more = {**more, **({} if like is None else {"like": like})}
+    ckpttool.convert(source, out, to=to, world_size=world, options=ckpttool.ZeroOptions(tensor_parallel=tensor), **more)
+
+
+def differences(a: Any, b: Any, where: str = "") -> list[str]:
+    """Where two files that torch loads differ: keys, types, numbers."""
+    if isinstance(a, torch.Tensor):
+        return [] if isinstance(b, torch.Tensor) and a.dtype == b.dtype and torch.equal(a, b) else [where]
+    if isinstance(a, dict):
+        odd = [f"{where}/{k}" for k in a.keys() ^ b.keys()]
+        return odd + [x for k in a.keys() & b.keys() for x in differences(a[k], b[k], f"{where}/{k}")]
+    if isinstance(a, (list, tuple)):
+        return [where] * (len(a) != len(b)) + [
+            x for k, (u, v) in enumerate(zip(a, b, strict=False)) for x in differences(u, v, f"{where}/{k}")
+        ]
+    if getattr(a, "__dict__", None):
+        return differences(vars(a), vars(b), where)
+    return [] if type(a) is type(b) and a == b else [where]
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_every_file_is_what_deepspeed_itself_saves(case: str, unpacked: Unpack, tmp_path: Path) -> None:
+    folder = unpacked(case)
+    about = json.loads((folder / "case.json").read_text())
+    write(folder / "ckpt", tmp_path / "out", f"zero{about['stage']}", about["world"], about["tp"])
+    theirs = sorted(p.relative_to(folder / "ckpt") for p in folder.glob("ckpt/*/*.pt"))
+    assert theirs == sorted(p.relative_to(tmp_path / "out") for p in tmp_path.glob("out/*/*.pt"))
+    for name in theirs:
+        found = differences(zero_files.load(folder / "ckpt" / name), zero_files.load(tmp_path / "out" / name))
+        assert set(found) <= {"/optimizer_state_dict/clip_grad"}, name  # the engine keeps its own
+
+
+@pytest.mark.parametrize(
+    ("case", "to", "world", "tensor", "like"),
+    [
+        (TP2, "zero2", 6, 2, None),  # another stage, other data-parallel ranks: cuts within rows of columns
+        (TP2, "zero3", 6, 2, None),
+        (TP2, "zero1", 3, 3, TP3),  # unequal parts, as the other job has them
+        (TP3, "zero3", 4, 2, "tp2_z3_bf16"),
+        ("dcp", "zero1", 4, 2, TP2),  # from a program without such ranks
+    ],
+)
+def test_any_state_is_written_for_tensor_parallel_ranks(
+    case: str, to: str, world: int, tensor: int, like: str | None, unpacked: Unpack, tmp_path: Path
+) -> None:
+    folder = unpacked(TP3 if case == "dcp" else case)
+    source = folder / "ckpt"
+    if case == "dcp":
+        ckpttool.convert(source, tmp_path / "dcp", to="dcp", world_size=1)
+        source = tmp_path / "dcp"
+    write(source, tmp_path / "out", to, world, tensor, like and unpacked(like) / "ckpt")
+    truth, found = load_file(folder / "truth.safetensors"), held(tmp_path / "out")
+    assert all(torch.equal(found[n], x) for n, x in truth.items())
+    names = {p.name for p in tmp_path.glob("out/global_step3/*optim_states.pt")}
+    assert len(names) == world and all(any(f"mp_rank_{t:02}" in n for n in names) for t in range(tensor))
+    first = zero_files.load(next(tmp_path.glob("out/global_step3/*mp_rank_01_model_states.pt")))
+    assert (first["mp_world_size"], first["dp_world_size"]) == (tensor, world // tensor)
+    assert first["ds_config"]["tensor_parallel"]["autotp_size"] == tensor
+    assert first["checkpoint_parallel_dimensions"] == {"pp_degree": 1, "tp_degree": tensor}
+
+
+NOT_WRITTEN: dict[str, tuple[dict[str, Any], type[CkpttoolError], str]] = {
+    "unequal parts": ({"tensor": 2, "world": 2}, Unsupported, "3 ranks have other than equal parts of it. Give a save"),
+    "ranks that do not divide": ({"tensor": 3, "world": 4}, UsageError, "does not divide 4 ranks"),
+    "no rank": ({"tensor": 0, "world": 3}, UsageError, "must be at least 1"),
+    "nothing says it": ({"of": {}, "tensor": 2, "world": 2}, Unsupported, "save it at step 0, and give that"),
+    "a save of another model": (
+        {"of": {"head.weight": (131, 4)}, "tensor": 2, "world": 2, "like": TP2}, Unsupported,
+        'head.weight": which part .* not in that save',
+    ),
+    "another shape": (
+        {"of": {"lm_head.weight": (132, 4)}, "tensor": 2, "world": 2, "like": TP2}, Unsupported,
+        r"it has the shape \[132, 4\] here, and \[131, 4\] in that save",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("what", NOT_WRITTEN)
+def test_what_nothing_says_is_not_written(what: str, unpacked: Unpack, tmp_path: Path) -> None:
+    how, kind, said = NOT_WRITTEN[what]
+    source = unpacked(TP3) / "ckpt"
+    if (shapes := how.get("of")) is not None:
+        source = tmp_path / "in.pt"
+        torch.save({"model": {n: torch.ones(k) for n, k in {"norm.weight": (4,), **shapes}.items()}}, source)
+    with pytest.raises(kind, match=said):
+        write(
+            source, tmp_path / "out", "zero1", how["world"], how["tensor"], how.get("like") and unpacked(TP2) / "ckpt"
+        )
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_universal_checkpoint_is_for_any_number_of_them(unpacked: Unpack, tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="load a universal checkpoint, each its part"):
+        options = ckpttool.UniversalOptions(tensor_parallel=2)
+        ckpttool.convert(unpacked(TP2) / "ckpt", tmp_path / "out", to="universal", options=options)
+
+
+@pytest.mark.parametrize("subs", [None, (8, 8), (4, 12)])
+@pytest.mark.parametrize("axis", [0, 1])
+def test_cuts_for_other_ranks_are_those_of_deepspeed(axis: int, subs: tuple[int, ...] | None) -> None:
+    """Whatever the key-value heads are, a cut that follows from another one is that of DeepSpeed's own functions."""
+    shards = pytest.importorskip("deepspeed.module_inject.tp_shard", exc_type=ImportError)
+    affine = pytest.importorskip("deepspeed.checkpoint.affine", exc_type=ImportError)
+    shape = (16, 2) if axis == 0 else (3, 16)
+
+    def theirs(ranks: int, heads: int | None) -> ParameterCut:
+        meta = shards.AutoTPMeta(num_kv_heads=heads)
+        widths = [shards.get_shard_size_list(n, ranks, meta, "q_proj") for n in subs or (16,)]
+        return parse_map(affine.sub_param_map(shape, subs or (16,), widths, axis).to_dict(), ranks, "q_proj")
+
+    followed = 0
+    for before in (1, 2, 3, 4, 8):
+        for after in (2, 3, 4, 8):
+            for heads in (None, 1, 2, 4, 8, 16):
+                for told in (None, heads):
+                    found = cut_for_ranks(theirs(before, heads), after, subs, told) if before > 1 else "one rank"
+                    if not isinstance(found, str):
+                        want = theirs(after, heads)
+                        assert (found.shape, found.parts) == (want.shape, want.parts), (before, after, heads)
+                        assert sorted(found.pieces) == sorted(want.pieces)
+                        followed += before != after
+    assert followed >= 8
+    whole = parse_map(affine.replicated_map(shape, 2).to_dict(), 2, "norm")
+    assert cut_for_ranks(whole, 5, None, None) == parse_map(affine.replicated_map(shape, 5).to_dict(), 5, "norm")
+
+
+@pytest.mark.slow
+def test_deepspeed_resumes_from_the_files_of_other_tensor_parallel_ranks(unpacked: Unpack, tmp_path: Path) -> None:
+    folder = unpacked(TP3)
+    write(folder / "ckpt", tmp_path / "zero3", "zero3", 2, 2, unpacked("tp2_z3_bf16") / "ckpt")
+    said = torchrun(2, "autotp_job.py", "resume", str(tmp_path), "2", "3", "fp32", str(tmp_path / "zero3"))
     assert (tmp_path / "resumed.json").exists(), said[-4000:]
     found, whole = (json.loads(p.read_text()) for p in (tmp_path / "resumed.json", folder / "case.json"))
     assert found["step"] == 6 and found["losses"] == pytest.approx(whole["losses"], rel=1e-6)

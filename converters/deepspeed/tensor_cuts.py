@@ -1,0 +1,274 @@
+"""How the tensor-parallel ranks of DeepSpeed's AutoTP cut a parameter: what a save says of it, and the same for another
+number of ranks.
+
+    universal_checkpoint_info.affine_map    {"version": 1, "params": {"^<FQN, escaped for re>$": map}}
+    map     {"logical_shape": [..], "ranks": {rank: {"shard_shape": [..], "pieces": [piece]}}}
+    piece   {"shape": [..], "source": [offset, strides], "dest": [offset, strides], "locations": [rank], "scale": 1.0}
+
+`source` and `dest` say where the piece is in the whole parameter and in the rank's, in elements, as torch.as_strided
+counts them. `locations` are all ranks that hold it. A rank may hold nothing of a parameter (shard_shape [0, ..]: more
+ranks than key-value heads). What is several matrices side by side is listed in parameter_with_sub_params, with the
+sizes of these along the dimension that is cut, and each is cut by itself.
+
+An engine cuts a layer of attention by key-value heads, where their number is known: ranks get as many heads as others,
+or one more. All else is cut into equal parts, with one more for the first ranks. So equal parts at T ranks are equal
+parts at every divisor of T, and at any T that divides the key-value heads and the parameter; other sizes follow from
+nothing that a save has.
+
+Sources: deepspeed 0.19.8, checkpoint/affine.py (AffinePiece, ParamAffineMap, replicated_map), module_inject/layers.py
+(collect_autotp_universal_checkpoint_info), module_inject/tp_shard.py (get_shard_size).
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+from ckpttool.errors import Corrupt, Unsupported
+from ckpttool.formats.pickles import short
+from ckpttool.index import boxes
+
+__all__ = [
+    "INFO",
+    "ParameterCut",
+    "ParameterPiece",
+    "cut_for_ranks",
+    "info_of_cuts",
+    "parse_map",
+    "pattern_of",
+    "ranks_of",
+    "whole_on",
+]
+
+#: The key of a model file under which it says that.
+INFO = "universal_checkpoint_info"
+
+Box = tuple[tuple[int, ...], tuple[int, ...]]
+
+
+class ParameterPiece(NamedTuple):
+    """A box of a parameter, (start, shape), and where it starts in the part of each rank that holds it."""
+
+    box: Box
+    held: dict[int, tuple[int, ...]]
+
+
+class ParameterCut(NamedTuple):
+    """How the ranks share a parameter: its shape, the shape of each rank's part, the pieces."""
+
+    shape: tuple[int, ...]
+    parts: list[tuple[int, ...]]
+    pieces: list[ParameterPiece]
+
+    @property
+    def is_whole(self) -> bool:
+        """Tell whether every rank has all of the parameter."""
+        return all(p == self.shape for p in self.parts)
+
+
+def pattern_of(name: str) -> str:
+    """Return the pattern under which a save keeps what it says of the parameter `name`."""
+    return f"^{re.escape(name)}$"
+
+
+def ranks_of(info: Mapping[str, Any]) -> int:
+    """Return how many tensor-parallel ranks `info`, universal_checkpoint_info of a save that was read, is of."""
+    return max((len(m["ranks"]) for m in info["affine_map"]["params"].values()), default=1)
+
+
+def whole_on(ranks: Sequence[int], shape: tuple[int, ...]) -> ParameterPiece:
+    """Return the piece that is all of a tensor, which these ranks have whole."""
+    start = (0,) * len(shape)
+    return ParameterPiece((start, shape), dict.fromkeys(ranks, start))
+
+
+def parse_map(stored: object, ranks: int, what: str) -> ParameterCut:
+    """Return the map of a parameter as boxes.
+
+    Args:
+        stored: the map as data of the pickle.
+        ranks: the number of tensor-parallel ranks.
+        what: how errors name the parameter.
+
+    Raises:
+        Corrupt: it has another form, or is of another number of ranks.
+        Unsupported: a piece is scaled or no box, or the pieces do not cover the parameter, and each part of it, exactly
+            once.
+    """
+    try:
+        shape = _ints(_item(stored, "logical_shape"))
+        by_rank = _item(stored, "ranks")
+        if not isinstance(by_rank, Mapping) or sorted(map(int, by_rank)) != list(range(ranks)):
+            raise Corrupt(
+                f"{what}: affine_map is of ranks {short(by_rank)}, and files are of {ranks}.", code="CKPT0409"
+            )
+        of_ranks = {int(r): x for r, x in by_rank.items()}
+        parts = [_ints(_item(of_ranks[r], "shard_shape")) for r in range(ranks)]
+        listed = [(r, p) for r in range(ranks) for p in _item(of_ranks[r], "pieces")]
+        found: dict[Box, dict[int, tuple[int, ...]]] = {}
+        stated: dict[Box, set[tuple[int, ...]]] = {}
+        own: list[list[Box]] = [[] for _ in range(ranks)]
+        for rank, piece in listed:
+            size = _ints(_item(piece, "shape"))
+            if 0 in size:
+                continue
+            if piece.get("scale", 1.0) != 1.0:
+                raise Unsupported(
+                    f"{what}: rank {rank} holds it times {short(piece['scale'])}, and no division undoes that exactly.",
+                    code="CKPT0325",
+                )
+            here, there = (_corner(_item(piece, k), s, size) for k, s in (("source", shape), ("dest", parts[rank])))
+            if here is None or there is None or rank in found.get((here, size), ()):
+                raise Unsupported(f"{what}: a piece of rank {rank} is no box of it: {short(piece)}.", code="CKPT0325")
+            found.setdefault((here, size), {})[rank] = there
+            stated.setdefault((here, size), set()).add(_ints(_item(piece, "locations")))
+            own[rank].append((there, size))
+    except (TypeError, ValueError, KeyError, AttributeError) as e:
+        raise Corrupt(f"{what}: its affine_map has another form than DeepSpeed's ({e}).", code="CKPT0406") from None
+    for box, held in found.items():
+        if stated[box] != {tuple(sorted(held))}:
+            raise Corrupt(
+                f"{what}: ranks {sorted(held)} hold a piece that affine_map says is on {sorted(stated[box])}.",
+                code="CKPT0406",
+            )
+    problems = [(f"the part of rank {r}", boxes.find_cover_problem(parts[r], own[r])) for r in range(ranks)]
+    for whose, why in [("the whole", boxes.find_cover_problem(shape, list(found))), *problems]:
+        if why is not None:
+            raise Unsupported(
+                f"{what}: the pieces of affine_map do not cover {whose} exactly once: {why}.", code="CKPT0325"
+            )
+    return ParameterCut(shape, parts, [ParameterPiece(box, held) for box, held in found.items()])
+
+
+def cut_for_ranks(cut: ParameterCut, ranks: int, subs: Sequence[int] | None, heads: int | None) -> ParameterCut | str:
+    """Cut a parameter for another number of ranks, as an engine of that size would; return the cut, or why it does not
+    follow from this one.
+
+    Args:
+        cut: how the ranks of a save share it.
+        ranks: the number of ranks.
+        subs: the sizes of the matrices that lie side by side in it, along the dimension that is cut; None: it is one.
+        heads: the key-value heads of the model; None: not known.
+    """
+    if len(cut.parts) == ranks:
+        return cut
+    if cut.is_whole:
+        return ParameterCut(cut.shape, [cut.shape] * ranks, [whole_on(range(ranks), cut.shape)])
+    axis = next(d for d, n in enumerate(cut.shape) if any(p[d] != n for p in cut.parts))
+    sizes = list(subs or [cut.shape[axis]])
+    before, after = (_equal_parts(cut.shape, axis, sizes, n) for n in (len(cut.parts), ranks))
+    if before is None or sorted(before.pieces) != sorted(cut.pieces):
+        return f"{len(cut.parts)} ranks have other than equal parts of it"
+    if after is None:
+        return f"{' + '.join(map(str, sizes))} is not divided by {ranks}"
+    if len(cut.parts) % ranks and heads is None:
+        return f"an engine of {ranks} ranks cuts it by the key-value heads of the model"
+    if len(cut.parts) % ranks and heads is not None and heads % ranks:
+        return f"{ranks} ranks cannot have as many of {heads} key-value heads each"
+    return after
+
+
+def _equal_parts(shape: tuple[int, ...], axis: int, sizes: Sequence[int], ranks: int) -> ParameterCut | None:
+    """Cut a parameter into equal parts.
+
+    Args:
+        shape: its shape.
+        axis: the dimension that is cut.
+        sizes: of the matrices that lie side by side along it; each is cut by itself.
+        ranks: the number of ranks.
+
+    Returns:
+        The cut; None if the matrices are not all of the parameter, or are not divided by the ranks.
+    """
+    if sum(sizes) != shape[axis] or any(n % ranks for n in sizes):
+        return None
+
+    def at(n: int, rest: tuple[int, ...]) -> tuple[int, ...]:
+        """Return `rest` with `n` along the dimension that is cut."""
+        return (*rest[:axis], n, *rest[axis + 1 :])
+
+    zero, pieces = (0,) * len(shape), list[ParameterPiece]()
+    first = held = 0
+    for n in (size // ranks for size in sizes):
+        pieces += [ParameterPiece((at(first + r * n, zero), at(n, shape)), {r: at(held, zero)}) for r in range(ranks)]
+        first, held = first + n * ranks, held + n
+    return ParameterCut(shape, [at(shape[axis] // ranks, shape)] * ranks, pieces)
+
+
+def info_of_cuts(info: Mapping[str, Any], cuts: Mapping[str, ParameterCut]) -> dict[str, Any]:
+    """Return universal_checkpoint_info of a save for other ranks.
+
+    Args:
+        info: that of the save that says how parameters are cut; its lists of patterns hold for any number of ranks.
+        cuts: {parameter: how the ranks share it}.
+    """
+    params: dict[str, Any] = {}
+    for name, cut in cuts.items():
+        by_rank = {}
+        for r, part in enumerate(cut.parts):
+            mine = sorted((held[r], box, sorted(held)) for box, held in cut.pieces if r in held)
+            pieces = [_stored_piece(cut.shape, part, box, at, ranks) for at, box, ranks in mine]
+            by_rank[r] = {"shard_shape": list(part), "pieces": pieces}
+        params[pattern_of(name)] = {"logical_shape": list(cut.shape), "ranks": by_rank}
+    out = {**info, "affine_map": {"version": 1, "params": params}}
+    if isinstance(widths := info.get("sub_param_shard_widths"), dict):
+        of_pattern = {pattern_of(n): c for n, c in cuts.items()}
+        out["sub_param_shard_widths"] = {p: _widths(of_pattern[p]) for p in widths if p in of_pattern}
+    return out
+
+
+def _stored_piece(
+    shape: tuple[int, ...], part: tuple[int, ...], box: Box, held: tuple[int, ...], ranks: list[int]
+) -> dict[str, Any]:
+    """Return a piece as a save keeps it.
+
+    Args:
+        shape: the shape of the parameter.
+        part: that of the rank's part.
+        box: the piece, (start, shape).
+        held: where it starts in the part.
+        ranks: all ranks that hold it.
+    """
+    return {
+        "shape": list(box[1]),
+        "source": [boxes.flat_start(shape, box[0]), list(boxes.strides(shape))],
+        "dest": [boxes.flat_start(part, held), list(boxes.strides(part))],
+        "locations": ranks,
+    }
+
+
+def _widths(cut: ParameterCut) -> list[list[int]]:
+    """Return how much of each of the matrices that lie side by side in a parameter each rank has: a list for each
+    matrix, with a number for each rank."""
+    axis = next((d for d, n in enumerate(cut.shape) if any(p[d] != n for p in cut.parts)), 0)
+    by_rank = [[box[1][axis] for box, held in sorted(cut.pieces) if r in held] for r in range(len(cut.parts))]
+    return [list(of_one) for of_one in zip(*by_rank, strict=True)]
+
+
+def _item(tree: Any, key: str) -> Any:
+    """Return what a dict of a pickle has under a key; raise KeyError or TypeError if there is none."""
+    return tree[key]
+
+
+def _ints(x: Sequence[object]) -> tuple[int, ...]:
+    """Return a list of integers, which are not negative, as a tuple; raise ValueError for anything else."""
+    if not isinstance(x, (list, tuple)) or len(x) > 64 or not all(type(n) is int and n >= 0 for n in x):
+        raise ValueError(f"{short(x)} is no list of sizes")
+    return tuple(n for n in x if type(n) is int)
+
+
+def _corner(place: Any, shape: tuple[int, ...], size: tuple[int, ...]) -> tuple[int, ...] | None:
+    """Return where a piece of `size` begins in a row-major tensor of `shape`, in which it lies at `place`, [offset,
+    strides] in elements; None if it is no box of that tensor."""
+    at, steps = place
+    steps, rows = _ints(steps), boxes.strides(shape)
+    if not len(steps) == len(size) == len(shape) or 0 in shape:
+        return None
+    start = []
+    for k, n, step, row in zip(size, shape, steps, rows, strict=True):
+        first, at = divmod(at, row)
+        if first + k > n or (k > 1 and step != row):
+            return None
+        start.append(first)
+    return None if at else tuple(start)

@@ -1,0 +1,231 @@
+"""zero1, zero2 and zero3 for tensor-parallel ranks of AutoTP: each has the files of a save by itself, of its parts.
+
+Which part of a parameter a rank has is in no weight: the source says it, if it is a save of AutoTP, or another save of
+such a job does (--like). tensor_cuts.py describes what they say, and what follows for another number of ranks. What all
+ranks have whole is written for each; a reader compares the copies.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from math import prod
+from typing import Any
+
+from ckpttool.engine.flat.split_state import Training
+from ckpttool.errors import Unsupported, UsageError, argument
+from ckpttool.formats.torch_zip_writer import TorchFiles
+from ckpttool.huggingface import model_names
+from ckpttool.index import boxes
+from ckpttool.index.checkpoint import ITEMSIZE, Checkpoint, Chunks, Path, TensorEntry, joined
+from ckpttool.index.draft import Draft, Dropped
+from ckpttool.layouts import WriteOptions
+
+from . import write_common as dw
+from .experts import ExpertRanks, Experts
+from .geometry import Groups, split_into_subgroups
+from .tensor_cuts import ParameterCut, cut_for_ranks, info_of_cuts, parse_map, pattern_of, ranks_of
+from .write_experts import refuse_experts
+from .write_optimizers import OptimizerFiles
+
+__all__ = ["write_tensor_ranks"]
+
+
+def write_tensor_ranks(plan: dw.SavePlan, options: WriteOptions, world: int, ranks: int) -> Draft:
+    """Plan a save for an engine of AutoTP.
+
+    Args:
+        plan: what all files of the save have in common.
+        options: where it goes, and what says how parameters are cut.
+        world: the number of all ranks.
+        ranks: how many of them are tensor-parallel.
+
+    Raises:
+        Unsupported: nothing says how a parameter is cut for so many ranks, or AutoTP cannot hold the state.
+        UsageError: the ranks are not divided by the tensor-parallel ones.
+    """
+    if world % ranks:
+        raise UsageError(
+            f"{argument('tensor_parallel', ranks)} does not divide {world} ranks, of which each has a part of the "
+            f"model: give {argument('world_size')} of the whole job.",
+            code="CKPT0209",
+        )
+    refuse_experts(plan.state, None, "a save of AutoTP")
+    info, cuts = _cuts_of(plan.ckpt, plan.state, options, ranks)
+    plan.set_tensor_ranks(ranks, info_of_cuts(info, cuts))
+
+    # the files of each rank, as if the model consisted of its parts
+    files, replicas = TorchFiles(), world // ranks
+    models, optimizers = list[dw.ModelStateFiles](), list[OptimizerFiles]()
+    for rank in range(ranks):
+        local = _plan_of_rank(plan, rank, cuts)
+        named = [{n: local.tensors[n].shape for n in g.params if local.tensors[n].numel} for g in plan.state.groups]
+        split = [split_into_subgroups(g, replicas, plan.sub_group_size) if plan.stage == 3 else [g] for g in named]
+        groups: Groups = [g for parts in split for g in parts]
+        numbers = iter(range(len(groups)))
+        ids = [[next(numbers) for _ in parts] for parts in split]
+        models.append(dw.ModelStateFiles(local, groups, replicas))
+        models[-1].add(files, each_rank=plan.stage == 3)
+        experts = Experts(ExpertRanks(replicas, False), {}, [], {})
+        of_groups = [] if plan.stage == 3 else [replicas] * len(groups)
+        optimizers.append(OptimizerFiles(local, groups, replicas, experts, groups, of_groups))
+        optimizers[-1].add(files, ids)
+    files.literal("latest", plan.tag.encode())
+
+    # the whole weights, masters and moments in them
+    tensors, sources = _join_ranks([o.tensors for o in optimizers], [o.sources for o in optimizers], cuts)
+    whole = models[0]
+    whole.tensors, whole.sources = _join_ranks([m.tensors for m in models], [m.sources for m in models], cuts)
+    out = Checkpoint(f"zero{plan.stage}", options.target, world, [], [], tensors, {})
+    dropped: list[Dropped] = [*plan.state.dropped, *optimizers[0].dropped]
+    return whole.draft(files, out, sources, dropped)
+
+
+def _cuts_of(
+    ckpt: Checkpoint, state: Training, options: WriteOptions, ranks: int
+) -> tuple[Mapping[str, Any], dict[str, ParameterCut]]:
+    """Return (universal_checkpoint_info of the save that says how parameters are cut; {parameter: how so many
+    tensor-parallel ranks share it}).
+
+    Raises:
+        Unsupported: there is no such save, or nothing follows from it for a parameter.
+    """
+    like = options.like.tensor_parallel if options.like is not None else None
+    info, where = (like, argument("like")) if like is not None else (ckpt.tensor_parallel, ckpt.root)
+    if info is None:
+        raise Unsupported(
+            f"nothing says which part of a weight each of {ranks} tensor parallel ranks has: {ckpt.root} is no save of "
+            f"such ranks. Start the job once with {ranks} of them, save it at step 0, and give that save with "
+            f"{argument('like')}; or write universal, which an engine of any size cuts by itself.",
+            code="CKPT0316",
+        )
+    heads = None if options.config is None else _count_heads(model_names.load_config(options.config))
+    stored, out = info["affine_map"]["params"], dict[str, ParameterCut]()
+    listed = info.get("parameter_with_sub_params") or []
+    subs = {p: s["shape"][s["partition_dim"]] for s in listed for p in s["patterns"]}
+    for name in (n for n in state.tensors if n not in state.buffers and n not in state.tied):
+        pattern, what = pattern_of(name), f'{where}: "{name}"'
+        if pattern not in stored:
+            why: str | None = "it is not in that save"
+        else:
+            cut = parse_map(stored[pattern], ranks_of(info), what)
+            found = cut_for_ranks(cut, ranks, _sizes(subs.get(pattern)), heads)
+            why = found if isinstance(found, str) else _why_not_written(found, state.tensors[name].shape)
+            if not isinstance(found, str):
+                out[name] = found
+        if why is not None:
+            raise Unsupported(
+                f"{what}: which part of it each of {ranks} tensor parallel ranks has is not known: {why}. Give a save "
+                f"of such a job with {argument('like')}, of any step"
+                + (f", or the model with {argument('config')}" if "key-value heads of the model" in why else "")
+                + "; or write universal, which an engine of any size cuts by itself.",
+                code="CKPT0316",
+            )
+    return info, out
+
+
+def _sizes(stated: object) -> list[int] | None:
+    """Return the sizes of matrices that lie side by side in a parameter, as a save lists them; None for one matrix."""
+    if not isinstance(stated, (list, tuple)) or not all(type(n) is int for n in stated):
+        return None
+    return [int(n) for n in stated]
+
+
+def _count_heads(config: Mapping[str, Any]) -> int | None:
+    """Return the key-value heads of a Hugging Face model, as DeepSpeed finds them; None where it says none."""
+    text = config.get("text_config")
+    config = text if isinstance(text, dict) else config
+    keys = ("num_key_value_heads", "num_kv_heads", "multi_query_group_num", "n_head_kv", "num_attention_heads")
+    return next((config[k] for k in keys if type(config.get(k)) is int), None)
+
+
+def _why_not_written(cut: ParameterCut, shape: tuple[int, ...]) -> str | None:
+    """Return why a parameter of this shape cannot be written in such parts; None where it can."""
+    if cut.shape != shape:
+        return f"it has the shape {list(shape)} here, and {list(cut.shape)} in that save"
+    if 0 in cut.parts[0] and cut.shape == shape and 0 not in shape:
+        return "rank 0 has nothing of it"
+    for box, held in cut.pieces:
+        if len(held) > 1 and (box[1] != shape or len(held) < len(cut.parts)):
+            return "some ranks share a piece of it and others do not"
+    for r in range(len(cut.parts)):
+        mine = sorted((held[r], boxes.flat_start(shape, box[0])) for box, held in cut.pieces if r in held)
+        rows = all(h[1:] == (0,) * (len(shape) - 1) for h, _ in mine)
+        if [at for _, at in mine] != sorted(at for _, at in mine) or (len(mine) > 1 and not rows):
+            return f"the pieces of rank {r} do not lie one after the other"
+    return None
+
+
+def _plan_of_rank(plan: dw.SavePlan, rank: int, cuts: Mapping[str, ParameterCut]) -> dw.SavePlan:
+    """Return the plan of the files of a tensor-parallel rank, whose weights are its parts."""
+    out = copy.copy(plan)
+    out.tensor_rank = rank
+    out.tensors = {n: replace(t, shape=cuts[n].parts[rank]) if n in cuts else t for n, t in plan.tensors.items()}
+    return out
+
+
+def _join_ranks(
+    tensors: Sequence[dict[str, TensorEntry]],
+    sources: Sequence[dict[str, TensorEntry]],
+    cuts: Mapping[str, ParameterCut],
+) -> tuple[dict[str, TensorEntry], dict[str, TensorEntry]]:
+    """Return ({name: whole tensor, or a copy that a further rank has of one}, {name: what fills it}), in the order of
+    the files.
+
+    Args:
+        tensors: {name: a rank's part of a tensor, and where it lies}, of each rank.
+        sources: {name: the whole tensor of the source}, of each rank.
+        cuts: {parameter: how the ranks share it}.
+
+    Raises:
+        Unsupported: the ranks would have a tensor in different dtypes.
+    """
+    out: dict[str, TensorEntry] = {}
+    filled: dict[str, TensorEntry] = {}
+    for name, first in tensors[0].items():
+        path = first.path[2:] if first.path[0] == "replica" else first.path
+        parameter = str(path[2]) if path[0] == "optim" else joined(path[1:])
+        cut = cuts.get(parameter) if path[0] in ("model", "module", "optim") else None
+        if cut is not None and not cut.is_whole:
+            out[name] = _join_parts(first, [own.get(name) for own in tensors], cut)
+            filled[name] = sources[0][name]
+            continue
+        for rank, own in enumerate(tensors):
+            number = (int(first.path[1]) if first.path[0] == "replica" else 0) * len(tensors) + rank
+            at: Path = ("replica", number, *path) if number else path
+            out[joined(at)] = replace(own[name], path=at)
+            filled[joined(at)] = sources[rank][name]
+    return out, filled
+
+
+def _join_parts(first: TensorEntry, column: Sequence[TensorEntry | None], cut: ParameterCut) -> TensorEntry:
+    """Return a whole tensor that lies in parts.
+
+    Args:
+        first: the part of rank 0.
+        column: the part of each rank, and where it lies; None where a rank has nothing of it.
+        cut: how the ranks share it.
+
+    Raises:
+        Unsupported: the parts have different dtypes.
+    """
+    if odd := next((t for t in column if t is not None and t.dtype != first.dtype), None):
+        raise Unsupported(
+            f'"{joined(first.path)}" lies beside tensors of other dtypes, so that one tensor parallel rank would have '
+            f"it as {first.dtype} and another as {odd.dtype}. {argument('dtype', 'float32')} writes all of them alike.",
+            code="CKPT0316",
+        )
+    chunks, item = Chunks(len(cut.shape)), ITEMSIZE[first.dtype]
+    for rank, part in enumerate(column):
+        mine = sorted((held[rank], box) for box, held in cut.pieces if rank in held)
+        for c in part.chunks if part is not None else ():
+            for held, (start, size) in mine:
+                both = boxes.intersect((c.start, c.shape), (held, size))
+                if both is None:
+                    continue
+                inside = tuple(a - b for a, b in zip(both[0], c.start, strict=True))
+                home = tuple(a - b + s for a, b, s in zip(both[0], held, start, strict=True))
+                offset = c.extent.offset + boxes.flat_start(c.shape, inside) * item
+                chunks.add(home, both[1], c.extent.file, offset, prod(both[1]) * item)
+    return replace(first, shape=cut.shape, chunks=chunks)
