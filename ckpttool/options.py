@@ -371,7 +371,7 @@ class WriteRequest:
     to: str | None = option(
         None,
         "Layout to write: dcp, full, hf, zero3, zero2, zero1, universal, fsdp1, torch_checkpointing, audit, "
-        "accelerate, trainer, llamafactory, lightning, torchtitan, torchtune, verl or megatron.",
+        "accelerate, trainer, llamafactory, lightning, torchtitan, torchtune, verl, xtuner or megatron.",
         metavar="LAYOUT",
     )
     options: object = None  # what only that layout understands: an instance of `Layout.options`

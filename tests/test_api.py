@@ -128,6 +128,7 @@ def test_every_layout_says_which_arguments_it_uses() -> None:
         "torchtune",
         "verl",
         "llamafactory",
+        "xtuner",
         "megatron",
         "torch_checkpointing",
     }

@@ -62,6 +62,7 @@ def test_every_layout_that_is_written_has_a_section() -> None:
         ("trainers/jobs/torchtitan", "torchtitan", 3, ""),
         *(("trainers/jobs/trainer", "llamafactory", 2, kind) for kind in ("sharded", "ddp")),
         ("trainers/jobs/accelerate", "verl", 2, ""),
+        ("trainers/jobs/accelerate", "xtuner", 2, ""),
         ("maps/tune-llama3/epoch_0", "torchtune", None, ""),
         ("megatron/buckets_tp2/ckpt/iter_0000003", "megatron", 2, ""),
     ],

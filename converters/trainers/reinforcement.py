@@ -12,7 +12,10 @@ prime_rl   step_{n}/trainer/                            a folder of dcp, {"app":
            orchestrator/progress.pt                     {"progress", "train_source"}
 xtuner     weights/                                     a folder of dcp, {"model", "optimizer"}
            dataloader, lr_scheduler                     files of torch.save
-           train_state.json                             {"cur_step", "cur_epoch", ...}; written last
+           train_state.json                             {"cur_step", "cur_epoch", "total_consumed_tokens",
+                                                        "train_time_offset"}; written last. A Trainer stops where one of
+                                                        these files is missing, or train_time_offset, unless it is told
+                                                        not to load them (LoadCheckpointConfig)
 
 Where a step has a policy and a critic (SkyRL), or a value model (NeMo-RL), they are two checkpoints.
 
@@ -32,7 +35,8 @@ import re
 from collections.abc import Sequence
 
 from ckpttool.errors import Unsupported
-from ckpttool.program import Half, Program, SeenFolder, StateFile, Unfinished
+from ckpttool.layouts import late
+from ckpttool.program import ForTrainer, Half, Program, SeenFolder, StateFile, Unfinished
 from ckpttool.storage.overlay import parent_of
 from ckpttool.storage.source import Source
 from ckpttool.storage.sources import open_source
@@ -270,25 +274,45 @@ def _notes_of_xtuner(source: Source) -> Sequence[str]:
     return ("no train_state.json, which xtuner writes last: the save had not ended, and no job resumes from it",)
 
 
+_FILES_OF_XTUNER = "`weights/` (DCP), `dataloader`, `lr_scheduler`, `train_state.json`"
+#: Its rows in the tables of the documents (docs/_hooks.py).
+_ROWS_OF_XTUNER = {
+    **rows_of_unrun_program(
+        "xtuner",
+        "xtuner v1",
+        _FILES_OF_XTUNER,
+        "weights, optimizer, scheduler, data loader, counters",
+        rng="none saved",
+        loader="yes",
+        saved=True,
+    ),
+    "layouts": (("**xtuner**", f"xtuner v1: {_FILES_OF_XTUNER}", "what its Trainer loads, at any world size"),),
+    "for": ((_FILES_OF_XTUNER, "`LoadCheckpointConfig(checkpoint_path=DIR)` of xtuner v1"),),
+    "resumed": (
+        (
+            "xtuner v1",
+            "yes; its code that saves was run",
+            "yes, any world size; its code that loads was run",
+            "yes",
+            "yes",
+            "none saved",
+            "of xtuner's own loader",
+        ),
+    ),
+}
 XTUNER = Dialect(
     name="xtuner",
     title="xtuner v1",
     detect=_is_xtuner,
     parts=_parts_of_xtuner,
     notes=_notes_of_xtuner,
+    write=late("ckpttool.converters.trainers.write_xtuner:write"),
     program=Program(
-        rows=rows_of_unrun_program(
-            "xtuner",
-            "xtuner v1",
-            "`weights/` (DCP), `dataloader`, `lr_scheduler`, `train_state.json`",
-            "weights, optimizer, scheduler, data loader, counters",
-            rng="none saved",
-            loader="yes",
-            saved=True,
-        ),
+        rows=_ROWS_OF_XTUNER,
         next_step=resumes_in("xtuner"),
         halves=(Half("weights", belongs=lambda above, names, name: "train_state.json" in names),),
         part_folders="weights",
         unfinished=_unfinished_xtuner,
+        resumed_by=(ForTrainer("xtuner", "xtuner v1"),),
     ),
 )

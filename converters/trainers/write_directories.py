@@ -28,6 +28,11 @@ from .filenames import RNG_KEYS
 from .join import SmallFile, data_files, joined_drafts, left_over, state_dict_type, state_drafts
 
 __all__ = [
+    "count_steps",
+    "cut_paths",
+    "find_only_scheduler",
+    "leaves_inside",
+    "refuse_several_optimizers",
     "write_accelerate",
     "write_lightning",
     "write_llamafactory",
@@ -76,32 +81,32 @@ def _leaves_below(ckpt: Checkpoint, *head: str | int) -> dict[Path, object]:
     return {p: leaf for p, leaf in ckpt.leaves().items() if p[: len(head)] == head}
 
 
-def _leaves_inside(ckpt: Checkpoint, *head: str | int) -> dict[Path, object]:
+def leaves_inside(ckpt: Checkpoint, *head: str | int) -> dict[Path, object]:
     """Return {path: leaf} of the entries below the path `head`, without one at the path itself, which would be no state
     dict."""
     return {p: leaf for p, leaf in _leaves_below(ckpt, *head).items() if len(p) > len(head)}
 
 
-def _only_scheduler(ckpt: Checkpoint) -> dict[Path, object]:
+def find_only_scheduler(ckpt: Checkpoint) -> dict[Path, object]:
     """Return {canonical path: leaf} of the scheduler; empty where there is none, or a list."""
-    found = _leaves_inside(ckpt, "scheduler")
+    found = leaves_inside(ckpt, "scheduler")
     return {} if any(str(p[1]).isdecimal() for p in found) else found
 
 
-def _schedulers(ckpt: Checkpoint) -> list[tuple[set[Path], dict[Path, object]]]:
+def _list_schedulers(ckpt: Checkpoint) -> list[tuple[set[Path], dict[Path, object]]]:
     """List (canonical paths, {path in the state dict: leaf}) of each scheduler, by number; several are numbered below
     "scheduler"."""
-    if only := _only_scheduler(ckpt):
-        return [(set(only), _cut_paths(only, 1))]
-    found = _leaves_inside(ckpt, "scheduler")
+    if only := find_only_scheduler(ckpt):
+        return [(set(only), cut_paths(only, 1))]
+    found = leaves_inside(ckpt, "scheduler")
     if not all(len(p) > 2 and str(p[1]).isdecimal() for p in found):
         return []
     numbers = sorted({str(p[1]) for p in found}, key=int)
     rows = [{p: leaf for p, leaf in found.items() if str(p[1]) == n} for n in numbers]
-    return [(set(row), _cut_paths(row, 2)) for row in rows]
+    return [(set(row), cut_paths(row, 2)) for row in rows]
 
 
-def _cut_paths(leaves: Mapping[Path, object], cut: int, names: Mapping[str, str] | None = None) -> dict[Path, object]:
+def cut_paths(leaves: Mapping[Path, object], cut: int, names: Mapping[str, str] | None = None) -> dict[Path, object]:
     """Return leaves with the first `cut` elements left off their paths. `names` are {next element: what it is called
     instead}; None for none."""
     names = names or {}
@@ -140,7 +145,7 @@ def _rng_files(
     ranks = {r: found for r in range(world) if (found := of_rank.get(str(r))) and needs <= {p[2] for p in found}}
     for found in ranks.values():
         placed |= set(found)
-    return [SmallFile(pattern.format(rank), _cut_paths(found, 2, keys)) for rank, found in ranks.items()]
+    return [SmallFile(pattern.format(rank), cut_paths(found, 2, keys)) for rank, found in ranks.items()]
 
 
 def note_lost_rng(files: Sequence[SmallFile], world: int) -> list[str]:
@@ -215,12 +220,12 @@ def write_accelerate(ckpt: Checkpoint, source: Source, options: WriteOptions) ->
     world = options.ranks(ckpt)
     placed: set[Path] = set()
     small = []
-    for i, (paths, state) in enumerate(_schedulers(ckpt)):
+    for i, (paths, state) in enumerate(_list_schedulers(ckpt)):
         placed |= paths
         small.append(SmallFile(f"scheduler{f'_{i}' if i else ''}.bin", state))
-    if scaler := _leaves_inside(ckpt, "scaler"):
+    if scaler := leaves_inside(ckpt, "scaler"):
         placed |= set(scaler)
-        small.append(SmallFile("scaler.pt", _cut_paths(scaler, 1)))
+        small.append(SmallFile("scaler.pt", cut_paths(scaler, 1)))
     for key in {
         p[1]
         for p in _leaves_below(ckpt, "dataloader")
@@ -252,14 +257,14 @@ def write_trainer(ckpt: Checkpoint, source: Source, options: WriteOptions) -> Dr
     world = options.ranks(ckpt)
     placed: set[Path] = set()
     small, notes = [], []
-    if scheduler := _only_scheduler(ckpt):
+    if scheduler := find_only_scheduler(ckpt):
         placed |= set(scheduler)
-        small.append(SmallFile("scheduler.pt", _cut_paths(scheduler, 1)))
+        small.append(SmallFile("scheduler.pt", cut_paths(scheduler, 1)))
     if not small:
         notes.append("the source has no scheduler: Trainer resumes an optimizer only where scheduler.pt is there too")
-    if scaler := _leaves_inside(ckpt, "scaler"):
+    if scaler := leaves_inside(ckpt, "scaler"):
         placed |= set(scaler)
-        small.append(SmallFile("scaler.pt", _cut_paths(scaler, 1)))
+        small.append(SmallFile("scaler.pt", cut_paths(scaler, 1)))
     rng = _rng_files(ckpt, world, "rng_state_{}.pth" if world > 1 else "rng_state.pth", {}, placed)
     counters: dict[Path, Any] = {}
     for path, data in _leaves_below(ckpt, "trainer").items():
@@ -268,7 +273,7 @@ def write_trainer(ckpt: Checkpoint, source: Source, options: WriteOptions) -> Dr
             placed.add(path)
     held = set(counters)
     if ("global_step",) not in counters:
-        step = counters["global_step",] = _count_steps(ckpt, source)
+        step = counters["global_step",] = count_steps(ckpt, source)
         notes.append(f"trainer_state.json has global_step {step}, which the source counts or its optimizer has made")
     if ("stateful_callbacks",) not in counters:  # Trainer asks for that of its control when it saves
         flags = ("should_training_stop", "should_epoch_stop", "should_save", "should_evaluate", "should_log")
@@ -310,9 +315,9 @@ def write_llamafactory(ckpt: Checkpoint, source: Source, options: WriteOptions) 
     world = options.ranks(ckpt)
     placed: set[Path] = set()
     small = []
-    if scheduler := _only_scheduler(ckpt):
+    if scheduler := find_only_scheduler(ckpt):
         placed |= set(scheduler)
-        small.append(SmallFile("scheduler.pt", _cut_paths(scheduler, 1)))
+        small.append(SmallFile("scheduler.pt", cut_paths(scheduler, 1)))
     keys = {"cpu": "torch", "cuda": "accelerator"}
     rng = _rng_files(ckpt, world, "rng_state/rank_{}.pt", keys, placed, frozenset(("python", "numpy", "cpu")))
     notes = note_lost_rng(rng, world)
@@ -321,7 +326,7 @@ def write_llamafactory(ckpt: Checkpoint, source: Source, options: WriteOptions) 
         notes.append(f"no data loader of {world} ranks is in the source: the job begins the epoch again")
     epoch = ckpt.value("trainer.epoch")
     counters: dict[Path, Any] = {
-        ("global_step",): _count_steps(ckpt, source),
+        ("global_step",): count_steps(ckpt, source),
         ("epoch",): int(epoch) if isinstance(epoch, (int, float)) else 0,
     }
     if isinstance(total := ckpt.value("trainer.num_training_steps"), int):
@@ -344,14 +349,14 @@ def write_llamafactory(ckpt: Checkpoint, source: Source, options: WriteOptions) 
 def _loaders_of_ranks(ckpt: Checkpoint, world: int, placed: set[Path]) -> list[SmallFile]:
     """List the files with LLaMA-Factory's data loader of every rank; empty where the source is not LLaMA-Factory's of
     as many ranks. `placed` gets the canonical paths in them."""
-    found = _leaves_inside(ckpt, "dataloader")
+    found = leaves_inside(ckpt, "dataloader")
     if {p[1] for p in found} != {str(r) for r in range(world)} or any(
         len(p) < 3 or p[2] not in ("buffer", "data_provider") for p in found
     ):
         return []
     placed |= set(found)
     return [
-        SmallFile(f"dataloader/rank_{r}.pt", _cut_paths({p: x for p, x in found.items() if p[1] == str(r)}, 2))
+        SmallFile(f"dataloader/rank_{r}.pt", cut_paths({p: x for p, x in found.items() if p[1] == str(r)}, 2))
         for r in range(world)
     ]
 
@@ -383,7 +388,7 @@ _TRAINER_STATE = frozenset(
 )
 
 
-def _count_steps(ckpt: Checkpoint, source: Source) -> int:
+def count_steps(ckpt: Checkpoint, source: Source) -> int:
     """Return the optimizer's steps: as the trainer counts them, or as the optimizer has them for its first parameter; 0
     where neither does."""
     if (counts := step_count(ckpt.value)) is not None:
@@ -432,7 +437,7 @@ def write_lightning(ckpt: Checkpoint, source: Source, options: WriteOptions) -> 
     world = options.ranks(ckpt)
     placed: set[Path] = set()
     notes: list[str] = []
-    step = _count_steps(ckpt, source)
+    step = count_steps(ckpt, source)
     epoch = ckpt.value("trainer.epoch")
     meta: dict[Path, Any] = {
         ("epoch",): epoch if isinstance(epoch, int) else 0,
@@ -444,7 +449,7 @@ def write_lightning(ckpt: Checkpoint, source: Source, options: WriteOptions) -> 
     for key in _LIGHTNING_EXTRA:
         found = _leaves_below(ckpt, "extra", key)
         placed |= set(found)
-        meta |= _cut_paths(found, 1)
+        meta |= cut_paths(found, 1)
     held = set(meta)
     if ("pytorch-lightning_version",) not in meta:
         meta["pytorch-lightning_version",] = _LIGHTNING_VERSION
@@ -459,7 +464,7 @@ def write_lightning(ckpt: Checkpoint, source: Source, options: WriteOptions) -> 
     made |= {
         p: x for path, data in meta.items() if path not in held for p, x in flatten_tree(data, ("extra", *path)).items()
     }
-    for i, (paths, scheduler) in enumerate(_schedulers(ckpt)):
+    for i, (paths, scheduler) in enumerate(_list_schedulers(ckpt)):
         placed |= paths
         meta |= {("lr_schedulers", i, *p): leaf for p, leaf in scheduler.items()}
     if not any(p[0] == "lr_schedulers" for p in meta):
@@ -572,7 +577,7 @@ def write_titan(ckpt: Checkpoint, source: Source, options: WriteOptions) -> Draf
             code="CKPT0316",
         )
     world = options.ranks(ckpt)
-    step = _count_steps(ckpt, source)
+    step = count_steps(ckpt, source)
     needed: dict[Path, Any] = {
         ("trainer", "step"): step,
         ("trainer", "ntokens_seen"): 0,

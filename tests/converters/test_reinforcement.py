@@ -58,11 +58,19 @@ def prime_rl(path: Path) -> Path:
     return path
 
 
+#: What its Dataloader.get_state_dict gives for a ParallelSampler over a dataset without a state.
+LOADER_OF_XTUNER = {
+    "sampler": {"epoch": 0, "step": 6, "world_size": 2, "shuffle": True},
+    "dataset": {},
+    "total_consumed_samples": 6,
+}
+
+
 def xtuner(path: Path) -> Path:
     model, optimizer, scheduler = job()
     weights, moments = get_state_dict(model, optimizer)
     dcp.save({"model": weights, "optimizer": moments}, checkpoint_id=path / "weights")
-    torch.save({"sampler": {"step": 3}}, path / "dataloader")
+    torch.save(LOADER_OF_XTUNER, path / "dataloader")
     torch.save(scheduler.state_dict(), path / "lr_scheduler")
     (path / "train_state.json").write_text(json.dumps({"cur_step": 3, "cur_epoch": 0, "total_consumed_tokens": 9}))
     return path
@@ -101,7 +109,7 @@ def test_a_step_is_one_state(name: str, tmp_path: Path) -> None:
     assert tree["scheduler"]["last_epoch"] == scheduler.last_epoch
     loaders = {
         "nemo_rl": {"_index": 12},
-        "xtuner": {"sampler": {"step": 3}},
+        "xtuner": LOADER_OF_XTUNER,
         "prime_rl": {str(r): {"at": 3 + r} for r in range(3)},
     }
     assert tree["dataloader"] == loaders[name]
@@ -131,6 +139,34 @@ def test_what_is_not_read_is_refused_by_name(tmp_path: Path) -> None:
     (source / "policy" / "weights" / "model").mkdir(parents=True)
     with pytest.raises(Unsupported, match=r"policy/weights holds model, and no .metadata: .*Automodel worker"):
         ckpttool.open(source)
+
+
+def test_what_is_written_for_xtuner_has_the_files_that_it_loads(tmp_path: Path) -> None:
+    """As load_dcp, _load_checkpoint and _resume_dataloader of its Trainer ask for them."""
+    source = xtuner(tmp_path / "epoch-0-step-3")
+    ckpttool.convert(source, tmp_path / "again", to="xtuner", world_size=2)
+    ours, theirs = load_dcp(tmp_path / "again" / "weights"), load_dcp(source / "weights")
+    assert ours.keys() == {"model", "optimizer"} and same_value(ours, theirs)
+    for name in ("dataloader", "lr_scheduler"):
+        assert same_value(torch.load(tmp_path / "again" / name), torch.load(source / name))
+    state = json.loads((tmp_path / "again" / "train_state.json").read_text())
+    assert state == {"cur_step": 3, "cur_epoch": 0, "total_consumed_tokens": 9, "train_time_offset": 0.0}
+    with ckpttool.open(tmp_path / "again") as opened:
+        assert (opened.checkpoint.layout, opened.checkpoint.unread) == ("xtuner", [])
+
+
+def test_a_state_of_another_program_is_written_for_xtuner_with_what_it_lacks(tmp_path: Path) -> None:
+    ckpttool.convert(
+        FIXTURES / "trainers" / "jobs" / "accelerate",
+        tmp_path / "full.pt",
+        to="full",
+        drop=True,
+        only=["model", "optim"],
+    )
+    done = ckpttool.convert(tmp_path / "full.pt", tmp_path / "out", to="xtuner", world_size=3)
+    assert any("load_dataset=False" in n for n in done.notes) and any("load_scheduler=False" in n for n in done.notes)
+    assert json.loads((tmp_path / "out" / "train_state.json").read_text())["cur_step"] == 3
+    assert {p.name for p in (tmp_path / "out").iterdir()} == {"weights", "train_state.json", "ckpttool.json"}
 
 
 def test_an_unfinished_save_of_xtuner_is_said_to_be_one(tmp_path: Path) -> None:

@@ -42,7 +42,7 @@ TARGETS: dict[str, dict[str, Any]] = {
     "universal": {}, "fsdp1": {"world_size": 3, "wrap": ["**.layers.*"]}, "accelerate": {"world_size": 2},
     "trainer": {"world_size": 2, "options": ckpttool.DirectoryOptions(state_dict_type="full")}, "lightning": {"world_size": 2},
     "torchtitan": {"world_size": 2}, "audit": {}, "megatron": {"world_size": 2}, "torch_checkpointing": {"world_size": 2},
-    "llamafactory": {"world_size": 2}, "verl": {"world_size": 2},
+    "llamafactory": {"world_size": 2}, "verl": {"world_size": 2}, "xtuner": {"world_size": 2},
 }  # fmt: skip
 SUFFIX = {"full": ".pt", "audit": ".tar.zst"}
 

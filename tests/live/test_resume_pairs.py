@@ -77,6 +77,13 @@ def test_skyrl_goes_on_from_files_written_for_verl(tmp_path: Path) -> None:
     assert losses("skyrl", tmp_path / "out", 3, "foreign_jobs.py") == pytest.approx(UNINTERRUPTED, abs=2e-6)
 
 
+@pytest.mark.skipif(not is_installed("xtuner.v1"), reason="xtuner is not installed")
+@pytest.mark.parametrize("source", ["torch", "trainer"])
+def test_the_code_of_xtuner_goes_on_from_what_is_written_for_it(source: str, tmp_path: Path) -> None:
+    convert(JOBS / source, tmp_path / "out", *arguments("xtuner"))
+    assert losses("xtuner", tmp_path / "out", 3, "foreign_jobs.py") == pytest.approx(UNINTERRUPTED, abs=2e-6)
+
+
 def arguments(target: str) -> list[str]:
     """Those of `convert` for a kind of job at three ranks."""
     trainer, _, kind = target.partition("-")

@@ -1,0 +1,77 @@
+"""Writes the checkpoint that a Trainer of xtuner v1 loads; reinforcement.py describes its files."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from ckpttool.errors import Unsupported
+from ckpttool.index.checkpoint import Checkpoint, Path, joined
+from ckpttool.index.draft import Draft
+from ckpttool.index.names import describe_weights_elsewhere
+from ckpttool.layouts import WriteOptions
+from ckpttool.storage.source import Source
+
+from ..dcp.write_dcp import write as write_dcp
+from .join import SmallFile, data_files, joined_drafts, left_over
+from .write_directories import count_steps, cut_paths, find_only_scheduler, leaves_inside, refuse_several_optimizers
+
+__all__ = ["write"]
+
+#: What its Dataloader asks a state for.
+_LOADER = frozenset(("sampler", "dataset", "total_consumed_samples"))
+
+
+def write(ckpt: Checkpoint, source: Source, options: WriteOptions) -> Draft:
+    """Draft the checkpoint, whose folder of dcp a job of any world size loads.
+
+    Raises:
+        UsageError: no world size was given and the source has none.
+        Unsupported: there are no weights, or several optimizers.
+    """
+    refuse_several_optimizers(ckpt, "xtuner")
+    if ckpt.salvage is None and not any(t.path[0] == "model" for t in ckpt.tensors.values()):
+        raise Unsupported(
+            f"the checkpoint holds no model weights, and xtuner asks for them.{describe_weights_elsewhere(ckpt)}",
+            code="CKPT0317",
+        )
+    world, placed, notes = options.ranks(ckpt), set[Path](), list[str]()
+    weights = replace(ckpt.only(("model", "optim")), origin={}, ranks={}, notes=[])
+    draft = write_dcp(weights, source, replace(options, target="weights", own=None, tree=_own_tree))
+
+    # the files beside the weights, without which a Trainer stops unless it is told not to load them
+    small: list[SmallFile] = []
+    loader = leaves_inside(ckpt, "dataloader")
+    if {p[1] for p in loader} >= _LOADER:
+        small.append(SmallFile("dataloader", cut_paths(loader, 1)))
+        placed |= loader.keys()
+    else:
+        notes.append("the source has no data loader of xtuner's: load with LoadCheckpointConfig(load_dataset=False)")
+    if scheduler := find_only_scheduler(ckpt):
+        small.append(SmallFile("lr_scheduler", cut_paths(scheduler, 1)))
+        placed |= scheduler.keys()
+    else:
+        notes.append("the source has no scheduler: load with LoadCheckpointConfig(load_scheduler=False)")
+    epoch = ckpt.value("trainer.epoch")
+    counters = {
+        "cur_step": count_steps(ckpt, source),
+        "cur_epoch": int(epoch) if isinstance(epoch, (int, float)) else 0,
+        "total_consumed_tokens": 0,
+        "train_time_offset": 0.0,
+    }
+    own = {n: ckpt.value(f"trainer.{n}") for n in counters}
+    counters |= {n: x for n, x in own.items() if type(x) in (int, float)}
+    placed |= {("trainer", n) for n, x in counters.items() if own[n] is not None and own[n] == x}
+    rest, kept = left_over(ckpt, placed)
+    state = SmallFile("train_state.json", {(n,): x for n, x in counters.items()})
+    files = data_files(ckpt, [*rest, *small, state], options)
+
+    out = joined_drafts("xtuner", ckpt, [("weights/", draft), ("", files)], options, world)
+    out.notes += [*notes, *kept]
+    made = {("trainer", n): x for n, x in counters.items() if own[n] is None}
+    out.synthesized_values |= {joined(p): x for p, x in made.items()}
+    return out
+
+
+def _own_tree(leaves: dict[Path, object]) -> dict[Path, object]:
+    """Return {path in xtuner's state dict: leaf} of {canonical path: leaf}."""
+    return {(("optimizer", *p[1:]) if p[0] == "optim" else p): leaf for p, leaf in leaves.items()}
