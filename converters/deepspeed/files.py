@@ -35,6 +35,7 @@ __all__ = [
     "MAYBE",
     "MODEL",
     "MODEL3",
+    "OF_SWAPPED",
     "OPTIM",
     "OWN",
     "SAVES",
@@ -81,6 +82,12 @@ EXPERT_OPTIM = re.compile(r"expp_rank_(\d+)_mp_rank_(\d+)_optim_states\.pt")
 #: A layer of a pipeline, on one tensor parallel rank (pipeline.py).
 LAYER = re.compile(r"layer_(\d+)-(?:model_(\d+)-)?model_states\.pt")
 
+#: What to do with a save whose masters and moments are swap files: the names of these say numbers of parameters, as the
+#: engine counted them, and no file says which those are.
+OF_SWAPPED = (
+    "Only the same job reads these. Load it there, and write a file of what safe_get_full_fp32_param and "
+    "safe_get_full_optimizer_state of deepspeed.utils give; or train with offload_optimizer on cpu, or none, and save."
+)
 #: In a save, of a Universal Checkpoint.
 UNIVERSAL = "zero/optimizer_state.pt"
 
@@ -253,8 +260,8 @@ def refuse_unsupported_files(save: Save, where: str) -> None:
             )
     if "offloaded_tensors" in save.names:
         raise Unsupported(
-            f"{where}offloaded_tensors: the optimizer state was on NVMe and was saved as raw swap files, which only "
-            "the same job at the same paths can read. Save once with offload_optimizer on cpu, or none.",
+            f"{where}offloaded_tensors: the optimizer state was on NVMe, and with it the weights in fp32, which were "
+            f"saved as raw swap files. {OF_SWAPPED}",
             code="CKPT0326",
         )
 

@@ -297,8 +297,7 @@ def _read_stage3(reading: SaveReader, models: list[File]) -> Checkpoint:
         for g, t in enumerate(o.masters):
             if t.shape[0] == 0 and lengths[g]:
                 raise Unsupported(
-                    f"{o.file.what}: flat tensor {g} is empty: its optimizer state was on NVMe. Save once with "
-                    "offload_optimizer on cpu, or none.",
+                    f"{o.file.what}: flat tensor {g} is empty: its optimizer state was on NVMe. {ds.OF_SWAPPED}",
                     code="CKPT0326",
                 )
             if t.shape[0] != lengths[g]:

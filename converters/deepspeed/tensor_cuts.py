@@ -33,6 +33,7 @@ __all__ = [
     "INFO",
     "ParameterCut",
     "ParameterPiece",
+    "advise_joining",
     "cut_for_ranks",
     "info_of_cuts",
     "parse_map",
@@ -70,6 +71,20 @@ class ParameterCut(NamedTuple):
 def pattern_of(name: str) -> str:
     """Return the pattern under which a save keeps what it says of the parameter `name`."""
     return f"^{re.escape(name)}$"
+
+
+def advise_joining(tree: Mapping[str, Any]) -> str:
+    """Return, in sentences, what wrote a model file without affine_map, the dict `tree`, and what to do."""
+    if "checkpoint_version" in tree or "args" in tree:  # what Megatron's own save_checkpoint adds
+        return (
+            "It is of Megatron-DeepSpeed, which says by patterns of names alone how ranks cut a weight. Make a "
+            "universal checkpoint of it (ds_to_universal.py), resume from that with --universal-checkpoint and "
+            "--tensor-model-parallel-size 1, and save: that save is read."
+        )
+    return (
+        "An AutoTP job of DeepSpeed before 0.19 wrote it, or another program that cuts weights by itself. Load it once "
+        "with DeepSpeed 0.19 or newer in the same job, and save: that save is read, if the job is one of AutoTP."
+    )
 
 
 def ranks_of(info: Mapping[str, Any]) -> int:

@@ -24,7 +24,7 @@ from ckpttool.layouts import Place, ReadOptions
 from ..rank_files import first_difference
 from .files import File, tied_names
 from .module_state import SaveReader
-from .tensor_cuts import INFO, ParameterCut, parse_map, pattern_of, whole_on
+from .tensor_cuts import INFO, ParameterCut, advise_joining, parse_map, pattern_of, whole_on
 
 __all__ = ["read_tensor_ranks"]
 
@@ -77,8 +77,7 @@ def _read_maps(where: str, model: File) -> dict[str, Any]:
     if stated is None:
         raise Unsupported(
             f"{where}: some files are written by model parallel rank 1, and {model.what} has no affine_map, by which "
-            "DeepSpeed's AutoTP says since 0.19 how the ranks' parts are joined. Merge the model parallel ranks with "
-            "the trainer's own tools first.",
+            f"DeepSpeed's AutoTP says since 0.19 how the ranks' parts are joined. {advise_joining(model.tree)}",
             code="CKPT0325",
         )
     if not isinstance(stated, dict) or stated.get("version") != 1 or not isinstance(stated.get("params"), dict):

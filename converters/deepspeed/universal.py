@@ -40,6 +40,7 @@ from ..options import UniversalOptions
 from . import files as ds
 from .files import FlatRange
 from .module_state import SaveReader
+from .tensor_cuts import INFO, advise_joining
 
 __all__ = ["LAYOUTS"]
 
@@ -74,13 +75,16 @@ def read(where: Place, options: ReadOptions) -> Checkpoint:
         Unsupported: a parameter has a name that no folder can have, or the save is not purely data parallel.
     """
     reading = SaveReader(where, options, "latest_universal")
+    models = reading.load_models()
     if reading.tensor_ranks > 1:
+        info = models[0].tree.get(INFO)
+        joined = isinstance(info, dict) and "affine_map" in info
         raise Unsupported(
             f"{reading.where}: made from a save of {reading.tensor_ranks} tensor parallel ranks, whose model files are "
-            "joined only when that save itself is read. Convert that one.",
+            "joined only when that save itself is read"
+            + (". Convert that one." if joined else f", which has no affine_map. {advise_joining(models[0].tree)}"),
             code="CKPT0325",
         )
-    models = reading.load_models()
     shapes = ds.param_shapes(models[0])
     if reading.save.files(ds.MODEL, 1) and ds.zero_setting(models[0].tree.get("ds_config"), "round_robin_gradients"):
         raise Corrupt(

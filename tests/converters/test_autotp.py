@@ -125,7 +125,14 @@ def in_model(rank: int, change: Callable[[Any], Any]) -> Callable[[Path], None]:
 
 HEAD = r"lm_head\.weight"
 ATTACKS: dict[str, tuple[Callable[[Path], Any], type[CkpttoolError], str]] = {
-    "no map at all": (in_model(0, lambda t: t[INFO].pop("affine_map")), Unsupported, "has no affine_map"),
+    "no map at all": (
+        in_model(0, lambda t: t[INFO].pop("affine_map")), Unsupported,
+        "has no affine_map.*Load it once with DeepSpeed 0.19 or newer in the same job, and save",
+    ),
+    "Megatron-DeepSpeed": (
+        in_model(0, lambda t: t.update({INFO: {"universal_checkpoint_version": 0.2}, "checkpoint_version": 3.0})), Unsupported,
+        "of Megatron-DeepSpeed.*ds_to_universal.py.*--tensor-model-parallel-size 1",
+    ),
     "no info on rank 1": (in_model(1, lambda t: t.pop(INFO)), Corrupt, "universal_checkpoint_info is other than"),
     "a later version": (in_model(0, lambda t: t[INFO]["affine_map"].update(version=2)), Unsupported, "version 2"),
     "a parameter without a map": (
@@ -177,6 +184,20 @@ def test_it_is_refused_by_name(what: str, unpacked: Unpack, tmp_path: Path) -> N
     with pytest.raises(kind, match=said) as error:
         ckpttool.convert(folder, tmp_path / "out", to="dcp", world_size=1)
     assert error.value.code != "CKPT0300" and not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("megatron", [False, True])
+def test_a_universal_checkpoint_of_such_ranks_is_refused_with_what_is_read(
+    megatron: bool, unpacked: Unpack, tmp_path: Path
+) -> None:
+    folder = changed(unpacked, TP3, tmp_path)
+    (folder / "global_step3" / "zero").mkdir()
+    torch.save({}, folder / "global_step3" / "zero" / "optimizer_state.pt")
+    (folder / "latest").rename(folder / "latest_universal")
+    if megatron:
+        in_model(0, lambda t: t.update({INFO: {}, "checkpoint_version": 3.0}))(folder)
+    with pytest.raises(Unsupported, match="Megatron-DeepSpeed.*and save" if megatron else "Convert that one"):
+        ckpttool.convert(folder, tmp_path / "out", to="full")
 
 
 def test_what_one_rank_holds_alone_needs_no_other(unpacked: Unpack, tmp_path: Path) -> None:
