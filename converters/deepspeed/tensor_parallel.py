@@ -180,7 +180,7 @@ class _Joining:
         out.notes = [
             *first.notes,
             f"the parts of {len(self.parts)} tensor parallel ranks are joined by the affine_map of the save; what is "
-            "written from here has whole weights",
+            "written for jobs without such ranks has whole weights",
         ]
         return out
 

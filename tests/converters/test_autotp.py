@@ -303,6 +303,25 @@ def test_any_state_is_written_for_tensor_parallel_ranks(
     assert first["checkpoint_parallel_dimensions"] == {"pp_degree": 1, "tp_degree": tensor}
 
 
+@pytest.mark.parametrize("stage", [2, 3])
+def test_what_is_not_trained_is_cut_as_well(stage: int, unpacked: Unpack, tmp_path: Path) -> None:
+    ckpttool.convert(unpacked(TP3) / "ckpt", tmp_path / "in.pt", to="full", canonical_keys=True)
+    tree, name = torch.load(tmp_path / "in.pt"), "layers.0.down_proj.weight"
+    del tree["optim"]["state"][name]
+    tree["optim"]["param_groups"][0]["params"].remove(name)
+    torch.save(tree, tmp_path / "in.pt")
+    write(tmp_path / "in.pt", tmp_path / "out", f"zero{stage}", 2, 2, unpacked(TP2) / "ckpt")
+    assert torch.equal(held(tmp_path / "out")[f"model.{name}"], tree["model"][name])
+    for rank, part in enumerate(tree["model"][name].split([4, 3], 1)):  # cut by columns, as DeepSpeed cuts 7
+        file = ("zero_pp_rank_0_" if stage == 3 else "") + f"mp_rank_{rank:02}_model_states.pt"
+        found = zero_files.load(tmp_path / "out" / "global_step3" / file)
+        assert found["frozen_param_shapes"] == {name: part.shape}
+        assert torch.equal(found["frozen_param_fragments"][name].view(part.shape), part)
+        assert found["buffer_names"] == ["layers.0.seen"] and torch.equal(
+            found["module"]["layers.0.seen"], torch.arange(3.0)
+        )
+
+
 NOT_WRITTEN: dict[str, tuple[dict[str, Any], type[CkpttoolError], str]] = {
     "unequal parts": ({"tensor": 2, "world": 2}, Unsupported, "3 ranks have other than equal parts of it. Give a save"),
     "ranks that do not divide": ({"tensor": 3, "world": 4}, UsageError, "does not divide 4 ranks"),
