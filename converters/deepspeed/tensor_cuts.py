@@ -39,6 +39,7 @@ __all__ = [
     "parse_map",
     "pattern_of",
     "ranks_of",
+    "sizes_of_matrices",
     "whole_on",
 ]
 
@@ -87,9 +88,34 @@ def advise_joining(tree: Mapping[str, Any]) -> str:
     )
 
 
-def ranks_of(info: Mapping[str, Any]) -> int:
-    """Return how many tensor-parallel ranks `info`, universal_checkpoint_info of a save that was read, is of."""
-    return max((len(m["ranks"]) for m in info["affine_map"]["params"].values()), default=1)
+def ranks_of(stored: object) -> int:
+    """Return how many tensor-parallel ranks a map, as it is stored, is of; 0 where it has another form."""
+    ranks = stored.get("ranks") if isinstance(stored, dict) else None
+    return len(ranks) if isinstance(ranks, dict) else 0
+
+
+def sizes_of_matrices(info: Mapping[str, Any]) -> dict[str, list[int]]:
+    """Return {pattern of a parameter: the sizes of the matrices that lie side by side in it, along the dimension that
+    is cut}, as `info`, universal_checkpoint_info of a save, lists them. What has another form is left out."""
+    out: dict[str, list[int]] = {}
+    listed = info.get("parameter_with_sub_params")
+    for entry in listed if isinstance(listed, list) else ():
+        shape, axis, patterns = (
+            entry.get(k) if isinstance(entry, dict) else None for k in ("shape", "partition_dim", "patterns")
+        )
+        if not isinstance(shape, (list, tuple)) or type(axis) is not int or not isinstance(patterns, list):
+            continue
+        sizes = shape[axis] if 0 <= axis < len(shape) else None
+        if isinstance(sizes, (list, tuple)) and all(type(n) is int for n in sizes):
+            out |= {p: list(sizes) for p in patterns if isinstance(p, str)}
+    return out
+
+
+def _is_data(x: object) -> bool:
+    """Tell whether a value is of numbers, texts, lists and dicts alone."""
+    if isinstance(x, (list, tuple, dict)):
+        return all(map(_is_data, x)) and (not isinstance(x, dict) or all(map(_is_data, x.values())))
+    return x is None or type(x) in (bool, int, float, str)
 
 
 def whole_on(ranks: Sequence[int], shape: tuple[int, ...]) -> ParameterPiece:
@@ -217,7 +243,15 @@ def info_of_cuts(info: Mapping[str, Any], cuts: Mapping[str, ParameterCut]) -> d
     Args:
         info: that of the save that says how parameters are cut; its lists of patterns hold for any number of ranks.
         cuts: {parameter: how the ranks share it}.
+
+    Raises:
+        Corrupt: it has an entry that is no plain data.
     """
+    if odd := next((k for k, x in info.items() if not _is_data((k, x))), None):
+        raise Corrupt(
+            f"{INFO} has an entry {short(odd)} that is no plain data, and DeepSpeed writes no such thing.",
+            code="CKPT0406",
+        )
     params: dict[str, Any] = {}
     for name, cut in cuts.items():
         by_rank = {}

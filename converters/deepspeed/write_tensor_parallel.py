@@ -25,7 +25,7 @@ from ckpttool.layouts import WriteOptions
 from . import write_common as dw
 from .experts import ExpertRanks, Experts
 from .geometry import Groups, split_into_subgroups
-from .tensor_cuts import ParameterCut, cut_for_ranks, info_of_cuts, parse_map, pattern_of, ranks_of
+from .tensor_cuts import ParameterCut, cut_for_ranks, info_of_cuts, parse_map, pattern_of, ranks_of, sizes_of_matrices
 from .write_experts import refuse_experts
 from .write_optimizers import OptimizerFiles
 
@@ -102,15 +102,14 @@ def _cuts_of(
         )
     heads = None if options.config is None else _count_heads(model_names.load_config(options.config))
     stored, out = info["affine_map"]["params"], dict[str, ParameterCut]()
-    listed = info.get("parameter_with_sub_params") or []
-    subs = {p: s["shape"][s["partition_dim"]] for s in listed for p in s["patterns"]}
+    matrices = sizes_of_matrices(info)
     for name in (n for n in state.tensors if n not in state.buffers and n not in state.tied):
         pattern, what = pattern_of(name), f'{where}: "{name}"'
         if pattern not in stored:
             why: str | None = "it is not in that save"
         else:
-            cut = parse_map(stored[pattern], ranks_of(info), what)
-            found = cut_for_ranks(cut, ranks, _sizes(subs.get(pattern)), heads)
+            cut = parse_map(stored[pattern], ranks_of(stored[pattern]), what)
+            found = cut_for_ranks(cut, ranks, matrices.get(pattern), heads)
             why = found if isinstance(found, str) else _why_not_written(found, state.tensors[name].shape)
             if not isinstance(found, str):
                 out[name] = found
@@ -123,13 +122,6 @@ def _cuts_of(
                 code="CKPT0316",
             )
     return info, out
-
-
-def _sizes(stated: object) -> list[int] | None:
-    """Return the sizes of matrices that lie side by side in a parameter, as a save lists them; None for one matrix."""
-    if not isinstance(stated, (list, tuple)) or not all(type(n) is int for n in stated):
-        return None
-    return [int(n) for n in stated]
 
 
 def _count_heads(config: Mapping[str, Any]) -> int | None:

@@ -352,6 +352,26 @@ def test_what_nothing_says_is_not_written(what: str, unpacked: Unpack, tmp_path:
     assert not (tmp_path / "out").exists()
 
 
+INFOS: dict[str, tuple[Callable[[Any], Any], type[CkpttoolError] | None, str]] = {
+    "sub-parameters of another form": (lambda i: i.update(parameter_with_sub_params=[3, {"shape": 1}, {"patterns": 2}]), None, ""),
+    "bytes": (lambda i: i.update(original_vocab_size=b"131"), Corrupt, "no plain data"),
+    "a map that no parameter has": (lambda i: i["affine_map"]["params"].update(other=5), None, ""),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("what", INFOS)
+def test_what_says_how_to_cut_may_be_anything(what: str, unpacked: Unpack, tmp_path: Path) -> None:
+    change, kind, said = INFOS[what]
+    folder = changed(unpacked, TP3, tmp_path)
+    for rank in range(3):
+        in_model(rank, lambda t: change(t[INFO]))(folder)
+    if kind is None:
+        write(folder, tmp_path / "out", "zero1", 3, 3)
+        return
+    with pytest.raises(kind, match=said):
+        write(folder, tmp_path / "out", "zero1", 3, 3)
+
+
 def test_a_universal_checkpoint_is_for_any_number_of_them(unpacked: Unpack, tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="load a universal checkpoint, each its part"):
         options = ckpttool.UniversalOptions(tensor_parallel=2)
