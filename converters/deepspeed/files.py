@@ -82,10 +82,11 @@ EXPERT_OPTIM = re.compile(r"expp_rank_(\d+)_mp_rank_(\d+)_optim_states\.pt")
 #: A layer of a pipeline, on one tensor parallel rank (pipeline.py).
 LAYER = re.compile(r"layer_(\d+)-(?:model_(\d+)-)?model_states\.pt")
 
-#: What to do with a save whose masters and moments are swap files: the names of these say numbers of parameters, as the
-#: engine counted them, and no file says which those are.
+#: What to do with a save whose masters and moments are swap files, offloaded_tensors/rank<r>/<id>.tensor.swp of raw
+#: numbers with padding behind them. `<id>` is the attribute ds_id of the empty flat tensor in the optimizer file, which
+#: unpickling as data does not keep.
 OF_SWAPPED = (
-    "Only the same job reads these. Load it there, and write a file of what safe_get_full_fp32_param and "
+    "ckpttool does not read these. Load the save in its own job, and write a file of what safe_get_full_fp32_param and "
     "safe_get_full_optimizer_state of deepspeed.utils give; or train with offload_optimizer on cpu, or none, and save."
 )
 #: In a save, of a Universal Checkpoint.
