@@ -479,9 +479,12 @@ def _check_places(optims: list[_Optim], flats: dict[str, FlatPlace], experts: Ex
         found = o.whole.get("param_slice_mappings")
         for g, size in enumerate(len(optims) // n for n in replicas):
             own = found[g] if isinstance(found, list) and len(found) > g else None
+            if not isinstance(own, dict):
+                continue
             expert_rank = experts.ranks.split(rank, replicas[g])[0]
             there = {n for n, p in flats.items() if p.group == g and any(r == rank for r, *_ in p.parts)}
-            if isinstance(own, dict) and {experts.global_name(n, expert_rank, size) for n in own} != there:
+            named = [experts.global_name(n, expert_rank, size) for n in own if isinstance(n, str)]
+            if len(named) != len(own) or set(named) != there:
                 raise Corrupt(
                     f"{o.file.what}: rank {rank} lists other parts of flat tensor {g} than those of expert parallel "
                     f"rank {expert_rank} of {size}. The files were exchanged, or are of different saves.",

@@ -165,6 +165,11 @@ def _rename_expert(tree: dict[str, Any]) -> None:
             places[f"other.{name}"] = places.pop(name)
 
 
+def _rename_to_number(tree: dict[str, Any]) -> None:
+    for places in tree["optimizer_state_dict"]["param_slice_mappings"]:
+        places[0] = places.pop(next(iter(places)))
+
+
 EXPERT = "layer_{}_expert_{}_mp_rank_00_model_states.pt"
 MODEL = "mp_rank_00_model_states.pt"
 DAMAGE: dict[str, tuple[str, Callable[[Path], None], str]] = {
@@ -186,6 +191,11 @@ DAMAGE: dict[str, tuple[str, Callable[[Path], None], str]] = {
     "an expert of a layer that is not there": (
         "moe_z1_ep2_w2",
         _edit("zero_pp_rank_1_mp_rank_00_optim_states.pt", _rename_expert),
+        "lists other parts",
+    ),
+    "a part without a name": (
+        "moe_z1_ep2_w2",
+        _edit("zero_pp_rank_1_mp_rank_00_optim_states.pt", _rename_to_number),
         "lists other parts",
     ),
     "a lost optimizer of experts": ("moe_z0_ep2_w2", _remove("expp_rank_1_mp_rank_00_optim_states.pt"), "expp_rank_0"),
