@@ -125,7 +125,8 @@ class Sandbox:
             writes = (isinstance(mode, str) and any(c in mode for c in "wax+")) or (
                 isinstance(flags, int) and flags & (os.O_WRONLY | os.O_RDWR | os.O_CREAT)
             )
-            if writes:
+            nameless = isinstance(flags, int) and flags & os.O_TMPFILE == os.O_TMPFILE  # gone when it is closed
+            if writes and not nameless:
                 self._within(event, path)
         elif event in _CHANGES:
             self._within(event, arguments[0])
