@@ -79,8 +79,8 @@ def advise_joining(tree: Mapping[str, Any]) -> str:
     if "checkpoint_version" in tree or "args" in tree:  # what Megatron's own save_checkpoint adds
         return (
             "It is of Megatron-DeepSpeed, which says by patterns of names alone how ranks cut a weight. Make a "
-            "universal checkpoint of it (ds_to_universal.py), resume from that with --universal-checkpoint and "
-            "--tensor-model-parallel-size 1, and save: that save is read."
+            "universal checkpoint of it (ds_to_universal.py), start Megatron with --universal-checkpoint and "
+            "--tensor-model-parallel-size 1 from that, and save: that save is read."
         )
     return (
         "An AutoTP job of DeepSpeed before 0.19 wrote it, or another program that cuts weights by itself. Load it once "

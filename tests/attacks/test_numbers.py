@@ -280,9 +280,12 @@ def test_a_scheduler_that_is_a_number_is_not_written_beside_its_epoch(tmp_path: 
     """torchtitan wants `last_epoch` inside it; torch cannot load a folder that has both."""
     state = {"model": {"w": A}, "optim": OPTIM, "scheduler": 3, "trainer": {"step": 3}}
     torch.save(state, tmp_path / "x.pt")
-    with pytest.raises(Corrupt, match=r"lr_scheduler\.last_epoch.* is inside a value"):
+    with pytest.raises(Unsupported, match=r"scheduler.*torchtitan has entries with names there"):
         ckpttool.convert(tmp_path / "x.pt", tmp_path / "out", to="torchtitan", world_size=2)
     assert not (tmp_path / "out").exists()
+    done = ckpttool.convert(tmp_path / "x.pt", tmp_path / "out", to="torchtitan", world_size=2, drop=True)
+    assert [n for n, _, _ in done.dropped] == ["scheduler"]
+    assert ckpttool.inspect(tmp_path / "out").step == 3
 
 
 def test_a_tensor_that_is_a_value_in_another_file_is_refused() -> None:

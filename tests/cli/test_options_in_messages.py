@@ -114,7 +114,7 @@ def test_no_module_but_the_commands_writes_an_option_without_its_command(folder:
     assert found == {}
 
 
-def test_every_name_that_messages_give_to_argument_is_an_option_or_an_argument_of_the_recorder() -> None:
+def test_every_name_that_messages_give_to_argument_is_an_option_or_an_argument_of_the_recorder_or_the_guard() -> None:
     names: set[str] = set()
     for path in [*(REPOSITORY / "ckpttool").rglob("*.py"), *(REPOSITORY / "converters").rglob("*.py")]:
         for n in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
@@ -125,7 +125,7 @@ def test_every_name_that_messages_give_to_argument_is_an_option_or_an_argument_o
             ):
                 names.add(str(n.args[0].value))
     odd = {n for n in names if (errors._FLAGS.get(n) or "--" + n.replace("_", "-")) not in EVERY}
-    assert odd == {"extra", "probe"}
+    assert odd == {"extra", "probe", "on_fault"}
 
 
 def test_an_option_that_the_command_lacks_is_named_with_one_that_has_it() -> None:

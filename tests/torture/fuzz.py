@@ -125,8 +125,7 @@ class Sandbox:
             writes = (isinstance(mode, str) and any(c in mode for c in "wax+")) or (
                 isinstance(flags, int) and flags & (os.O_WRONLY | os.O_RDWR | os.O_CREAT)
             )
-            nameless = isinstance(flags, int) and flags & os.O_TMPFILE == os.O_TMPFILE  # gone when it is closed
-            if writes and not nameless:
+            if writes and not os.path.isdir(path):  # a file without a name in a folder is gone when it is closed
                 self._within(event, path)
         elif event in _CHANGES:
             self._within(event, arguments[0])
