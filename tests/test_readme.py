@@ -501,6 +501,7 @@ def test_every_command_of_the_reference_runs(desk: Path, hub: Hub, monkeypatch: 
     make_adapter(desk)
     make_averages(desk)
     make_run(desk)
+    shutil.copy(REPOSITORY / "bench" / "acid" / "of_ckpttool.py", desk / "reader.py")
     run_here(command_lines(CLI), desk)
 
 
