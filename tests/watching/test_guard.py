@@ -15,6 +15,7 @@ import threading
 import time
 import warnings
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -66,7 +67,11 @@ def said(caplog: pytest.LogCaptureFixture) -> list[str]:
 
 
 def children(pid: int) -> list[int]:
-    return [int(c) for task in Path(f"/proc/{pid}/task").iterdir() for c in (task / "children").read_text().split()]
+    found: list[int] = []
+    for task in Path(f"/proc/{pid}/task").iterdir():
+        with suppress(FileNotFoundError):  # a thread that has ended meanwhile
+            found += map(int, (task / "children").read_text().split())
+    return found
 
 
 @pytest.fixture(autouse=True)
