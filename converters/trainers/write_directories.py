@@ -30,6 +30,7 @@ from .join import SmallFile, data_files, joined_drafts, left_over, state_dict_ty
 __all__ = [
     "count_steps",
     "cut_paths",
+    "describe_lack_of_scheduler",
     "find_only_scheduler",
     "leaves_inside",
     "refuse_several_optimizers",
@@ -91,6 +92,12 @@ def find_only_scheduler(ckpt: Checkpoint) -> dict[Path, object]:
     """Return {canonical path: leaf} of the scheduler; empty where there is none, or a list."""
     found = leaves_inside(ckpt, "scheduler")
     return {} if any(str(p[1]).isdecimal() for p in found) else found
+
+
+def describe_lack_of_scheduler(ckpt: Checkpoint) -> str:
+    """Say, as a main clause, why `find_only_scheduler` finds none."""
+    several = bool(leaves_inside(ckpt, "scheduler"))
+    return "the source has a list of schedulers" if several else "the source has no scheduler"
 
 
 def _list_schedulers(ckpt: Checkpoint) -> list[tuple[set[Path], dict[Path, object]]]:
@@ -261,7 +268,9 @@ def write_trainer(ckpt: Checkpoint, source: Source, options: WriteOptions) -> Dr
         placed |= set(scheduler)
         small.append(SmallFile("scheduler.pt", cut_paths(scheduler, 1)))
     if not small:
-        notes.append("the source has no scheduler: Trainer resumes an optimizer only where scheduler.pt is there too")
+        notes.append(
+            f"{describe_lack_of_scheduler(ckpt)}: Trainer resumes an optimizer only where scheduler.pt is there too"
+        )
     if scaler := leaves_inside(ckpt, "scaler"):
         placed |= set(scaler)
         small.append(SmallFile("scaler.pt", cut_paths(scaler, 1)))
@@ -432,7 +441,7 @@ def write_lightning(ckpt: Checkpoint, source: Source, options: WriteOptions) -> 
         UsageError: no world size was given and the source has none. Unsupported: there are several optimizers.
     """
     refuse_several_optimizers(ckpt, "Lightning")
-    bare = [n for n in ckpt.tensors if n == "scheduler"]
+    bare = ["scheduler"] if "scheduler" in ckpt.tensors else []
     ckpt, lost = _without(ckpt, bare, "Lightning has a list of state dicts there, of which a tensor is none")
     world = options.ranks(ckpt)
     placed: set[Path] = set()

@@ -13,7 +13,14 @@ from ckpttool.storage.source import Source
 
 from ..dcp.write_dcp import write as write_dcp
 from .join import SmallFile, data_files, joined_drafts, left_over
-from .write_directories import count_steps, cut_paths, find_only_scheduler, leaves_inside, refuse_several_optimizers
+from .write_directories import (
+    count_steps,
+    cut_paths,
+    describe_lack_of_scheduler,
+    find_only_scheduler,
+    leaves_inside,
+    refuse_several_optimizers,
+)
 
 __all__ = ["write"]
 
@@ -50,7 +57,7 @@ def write(ckpt: Checkpoint, source: Source, options: WriteOptions) -> Draft:
         small.append(SmallFile("lr_scheduler", cut_paths(scheduler, 1)))
         placed |= scheduler.keys()
     else:
-        notes.append("the source has no scheduler: load with LoadCheckpointConfig(load_scheduler=False)")
+        notes.append(f"{describe_lack_of_scheduler(ckpt)}: load with LoadCheckpointConfig(load_scheduler=False)")
     epoch = ckpt.value("trainer.epoch")
     counters = {
         "cur_step": count_steps(ckpt, source),
