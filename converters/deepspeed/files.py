@@ -86,8 +86,9 @@ LAYER = re.compile(r"layer_(\d+)-(?:model_(\d+)-)?model_states\.pt")
 #: numbers with padding behind them. `<id>` is the attribute ds_id of the empty flat tensor in the optimizer file, which
 #: unpickling as data does not keep.
 OF_SWAPPED = (
-    "ckpttool does not read these. Load the save in its own job, and write a file of what safe_get_full_fp32_param and "
-    "safe_get_full_optimizer_state of deepspeed.utils give; or train with offload_optimizer on cpu, or none, and save."
+    "ckpttool does not read swap files. Load the save in its own job, and write a file of what "
+    "safe_get_full_fp32_param and safe_get_full_optimizer_state of deepspeed.utils give; or train with "
+    "offload_optimizer on cpu, or none, and save."
 )
 #: In a save, of a Universal Checkpoint.
 UNIVERSAL = "zero/optimizer_state.pt"
