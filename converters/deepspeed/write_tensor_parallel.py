@@ -136,7 +136,7 @@ def _why_not_written(cut: ParameterCut, shape: tuple[int, ...]) -> str | None:
     """Return why a parameter of this shape cannot be written in such parts; None where it can."""
     if cut.shape != shape:
         return f"it has the shape {list(shape)} here, and {list(cut.shape)} in that save"
-    if 0 in cut.parts[0] and cut.shape == shape and 0 not in shape:
+    if 0 in cut.parts[0] and 0 not in shape:
         return "rank 0 has nothing of it"
     for box, held in cut.pieces:
         if len(held) > 1 and (box[1] != shape or len(held) < len(cut.parts)):
