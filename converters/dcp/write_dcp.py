@@ -134,7 +134,8 @@ def write(ckpt: Checkpoint, source: Source, options: WriteOptions) -> Draft:
 def _sharded_origin(ckpt: Checkpoint) -> dict[Path, Path]:
     """Return the origin, {canonical path: path in the user's own tree}, without the optimizer's numbers of parameters,
     unless several ranks saved them: a file of one process has numbers for names, but a job of several ranks asks for
-    names. Without the key of a dict, too, that DCP takes apart, so that its entries would be those of a trainer."""
+    names. A dict under `trainer` or `extra` that DCP takes apart has no origin either: a reader would take its entries
+    for those of the component."""
     apart = {v.path for v in ckpt.values.values() if v.path[0] == "extra" and isinstance(v.data, dict)}
     origin = {
         q: p
