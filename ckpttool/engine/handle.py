@@ -10,7 +10,7 @@ The first read locates the whole checkpoint, which refuses files of ranks that d
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from math import prod
 from types import EllipsisType
@@ -20,7 +20,8 @@ from ..errors import Unsupported, UsageError
 from ..extras import require_packages
 from ..index import boxes
 from ..index.check import check_chunk
-from ..index.checkpoint import ITEMSIZE, NOT_TORCHS, Checkpoint, Chunk, Chunks, TensorEntry
+from ..index.checkpoint import ITEMSIZE, NOT_TORCHS, Checkpoint, Chunk, Chunks, Record, TensorEntry
+from ..index.records import Records
 from ..printable import printable
 from ..storage.buffers import IOBudget
 from .copy.dtypes import numbers, numpy_dtype
@@ -242,8 +243,8 @@ class TensorHandle:
         nbytes = prod(shape) * ITEMSIZE[self.dtype]
         if not nbytes:
             return np.empty(0, "u1")
-        ckpt, entry = self._locate_box(start, shape)
-        reader = Reader(self._opened.source, ckpt.files, ckpt.records, _choose_budget(nbytes))
+        files, records, entry = self._locate_box(start, shape)
+        reader = Reader(self._opened.source, files, records, _choose_budget(nbytes))
         if entry.chunks.zstd:
             out = np.empty(nbytes, "u1")
             self._read_compressed(reader, entry, (start, shape), out)
@@ -276,12 +277,13 @@ class TensorHandle:
                 if not left:
                     break
 
-    def _locate_box(self, start: tuple[int, ...], shape: tuple[int, ...]) -> tuple[Checkpoint, TensorEntry]:
+    def _locate_box(
+        self, start: tuple[int, ...], shape: tuple[int, ...]
+    ) -> tuple[Sequence[str], Sequence[Record] | Mapping[int, Records], TensorEntry]:
         """Find the chunks of the tensor that meet a box (start, shape).
 
         Returns:
-            (the checkpoint, with the records of the files that these chunks lie in; the tensor with these chunks alone,
-                as raw byte ranges).
+            (files; their records, as `Reader` takes them; the tensor with these chunks alone, as raw byte ranges).
 
         Raises:
             Corrupt: an item is damaged, or files of ranks do not belong together.
@@ -297,8 +299,8 @@ class TensorHandle:
             for chunk in entry.chunks:
                 file = ckpt.files[chunk.extent.file]
                 check_chunk(self.name, entry.dtype, chunk, file, source.size(file))
-            return ckpt, entry
-        return replace(ckpt, records=self._opened.records_in(set(entry.chunks.file))), entry
+            return ckpt.files, ckpt.records, entry
+        return ckpt.files, self._opened.sort_records(), entry
 
 
 def _choose_budget(nbytes: int) -> IOBudget:

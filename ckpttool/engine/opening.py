@@ -93,7 +93,7 @@ class OpenCheckpoint(Mapping[str, "TensorHandle"]):
     # values that ckpttool had to add when it wrote the files, and that are no part of the state
     of_layout: set[str] = field(default_factory=set)
     _record: list[Recorded | None] = field(default_factory=list)
-    _by_file: tuple[Sequence[Record], dict[int, Records]] | None = None
+    _sorted: tuple[Sequence[Record], dict[int, Records]] | None = None
     _locating: Any = field(default_factory=threading.RLock)
 
     @property
@@ -280,13 +280,13 @@ class OpenCheckpoint(Mapping[str, "TensorHandle"]):
         head = f"of {every:,} fp32 masters {count:,} were looked at: " if count < every else ""
         return head + masters.describe_differences(some, found) if found else None
 
-    def records_in(self, files: Iterable[int]) -> list[Record]:
-        """Find the records of some files; a search of all of them for every tensor would be quadratic."""
+    def sort_records(self) -> dict[int, Records]:
+        """Return {number of a file: its records, by offset}, sorted once: for every tensor, that would be quadratic."""
         records = self.locate().records
         with self._locating:
-            if self._by_file is None or self._by_file[0] is not records:
-                self._by_file = records, sort_records(records)
-            return [r for f in files for r in self._by_file[1].get(f, ())]
+            if self._sorted is None or self._sorted[0] is not records:
+                self._sorted = records, sort_records(records)
+            return self._sorted[1]
 
     def read(self, name: str) -> bytes:
         """Read all bytes, row-major, of the small tensor of this canonical name into memory.
@@ -305,9 +305,10 @@ class OpenCheckpoint(Mapping[str, "TensorHandle"]):
         Raises:
             Corrupt: `locate` finds damage.
         """
-        framed = any(t.coding != "raw" for t in self.checkpoint.tensors.values())
-        if self.layout.locate is not None and not framed:
-            self.locate()
+        if self.layout.locate is not None and not self.located:
+            framed = any(t.coding != "raw" for t in self.checkpoint.tensors.values())
+            if not framed:
+                self.locate()
         return self.checkpoint
 
     def __getitem__(self, name: str) -> TensorHandle:

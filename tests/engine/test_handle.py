@@ -243,6 +243,18 @@ def test_items_are_looked_into_once_for_all_reads(monkeypatch: pytest.MonkeyPatc
     assert len(seen) == first
 
 
+def test_the_cost_of_a_read_does_not_grow_with_the_number_of_tensors(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a file with a CRC32 for every tensor, in which each read once sorted all of them."""
+    torch.save({"model": {f"w{i}": torch.tensor([float(i)]) for i in range(300)}}, tmp_path / "a.pt")
+    with ckpttool.open(tmp_path / "a.pt") as opened:
+        assert float(opened["model.w0"].numpy()[0]) == 0
+        for module in ("ckpttool.engine.opening", "ckpttool.engine.copy.record_crcs"):
+            monkeypatch.setattr(f"{module}.sort_records", lambda records: pytest.fail("sorted for one read"))
+        assert [float(opened[f"model.w{i}"].numpy()[0]) for i in range(300)] == list(map(float, range(300)))
+
+
 def test_a_slice_of_a_tensor_in_a_store_requests_its_own_bytes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     w = torch.arange(1000 * 4096, dtype=torch.float32).reshape(1000, 4096)  # 16 MB
     torch.save({"model": {"w": w}}, tmp_path / "a.pt")

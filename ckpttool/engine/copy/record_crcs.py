@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import threading
 from bisect import bisect_right
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from operator import itemgetter
 
 from ...formats.crc import crc32, crc32_combine
 from ...index.checkpoint import Record
-from ...index.records import sort_records
+from ...index.records import Records, sort_records
 
 __all__ = ["CrcMismatch", "CrcVerifier"]
 
@@ -21,9 +21,12 @@ class CrcMismatch(Exception):
 class CrcVerifier:
     """Checks the CRC32s of records while their bytes are read, in any order and in any pieces."""
 
-    def __init__(self, records: Sequence[Record]) -> None:
-        self._records = sort_records(records)
-        self._starts = {f: rs.offset for f, rs in self._records.items()}
+    def __init__(self, records: Sequence[Record] | Mapping[int, Records]) -> None:
+        """
+        Args:
+            records: those of the source; or as `sort_records` returns them, where several verifiers share them.
+        """
+        self._records = records if isinstance(records, Mapping) else sort_records(records)
         #: {(file, number of the record): [(start, end, crc)], sorted}
         self._seen: dict[tuple[int, int], list[tuple[int, int, int]]] = {}
         self._done: set[tuple[int, int]] = set()
@@ -38,13 +41,13 @@ class CrcVerifier:
         Raises:
             CrcMismatch: a record is complete, and its CRC32 is not the stored one.
         """
-        starts = self._starts.get(file)
-        if not starts or not len(data):
+        records = self._records.get(file)
+        if records is None or not len(data):
             return None
-        i = bisect_right(starts, offset) - 1
+        i = bisect_right(records.offset, offset) - 1
         if i < 0:
             return None
-        record = self._records[file][i]
+        record = records[i]
         key, end = (file, i), offset + len(data)
         if key in self._done or end > record.extent.offset + record.extent.length:
             return None

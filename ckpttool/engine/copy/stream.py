@@ -22,7 +22,7 @@ import errno
 import itertools
 import os
 from collections import deque
-from collections.abc import Generator, Iterable, Iterator, Sequence
+from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 from typing import TYPE_CHECKING, Any
@@ -30,6 +30,7 @@ from typing import TYPE_CHECKING, Any
 from ...errors import Corrupt
 from ...index import boxes
 from ...index.checkpoint import ITEMSIZE, Checkpoint, Chunk, Record, TensorEntry
+from ...index.records import Records
 from ...storage.buffers import ALIGN, DEFAULT_BUDGET, BufferPool, IOBudget, Lease
 from ...storage.source import Source, read_error
 from .block_plans import BlockPlan, StreamJob, plan_blocks
@@ -101,9 +102,13 @@ class Reader:
         self,
         source: Source,
         files: Sequence[str],
-        records: Sequence[Record] = (),
+        records: Sequence[Record] | Mapping[int, Records] = (),
         budget: IOBudget = DEFAULT_BUDGET,
     ) -> None:
+        """
+        Args:
+            records: as for `CrcVerifier`.
+        """
         self.source, self.files = source, files
         self.crcs = CrcVerifier(records)
         self.block_bytes = budget.buffer_bytes - 2 * ALIGN  # an aligned read takes in up to a page before and after
