@@ -14,6 +14,7 @@ CUDA alike.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import lru_cache
 from math import prod
 from typing import TYPE_CHECKING, Any
 
@@ -172,9 +173,15 @@ def counts_on_this_rank(tensor: Any) -> bool:
         return not dist.is_initialized() or dist.get_rank() == 0
     mesh = tensor.device_mesh
     at = mesh.get_coordinate()
-    if at is None or not bool((mesh.mesh == 0).any()):
+    if at is None or not _has_rank_0(mesh):
         return False
     return all(c == 0 for c, placement in zip(at, tensor.placements, strict=True) if placement.is_replicate())
+
+
+@lru_cache
+def _has_rank_0(mesh: Any) -> bool:
+    """Tell whether rank 0 is in a DeviceMesh, which computes its tensor of ranks at every look."""
+    return bool((mesh.mesh == 0).any())
 
 
 def sum_over_ranks(values: Sequence[float], *, integers: bool, device: device | str) -> list[Any]:

@@ -10,7 +10,8 @@ import json
 import math
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
+from functools import cache
 from importlib import metadata
 from typing import Any
 
@@ -370,11 +371,17 @@ def describe_environment(device: str | None = None) -> EnvironmentRecord:
 def _list_loaded_packages() -> dict[str, str]:
     """Return {name: version} of the packages that this process has imported under the names that they are installed
     by, sorted by name."""
-    out = {}
-    for name in sorted({module.partition(".")[0] for module in list(sys.modules)} - sys.stdlib_module_names):
-        with suppress(metadata.PackageNotFoundError):
-            out[name] = metadata.version(name)
-    return out
+    names = sorted({module.partition(".")[0] for module in list(sys.modules)} - sys.stdlib_module_names)
+    return {name: version for name in names if (version := _find_version(name)) is not None}
+
+
+@cache
+def _find_version(package: str) -> str | None:
+    """Return the version of an installed package; None if none has this name."""
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None
 
 
 def collective_device(model: Any) -> Any:
