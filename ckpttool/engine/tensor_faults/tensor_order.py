@@ -78,8 +78,14 @@ def _find_shifted(pair: ArrayPair) -> Found | None:
     n = min(last + 1 - first, LIMIT)
     if count < 16 or count * 2 < last + 1 - first:
         return None
-    for k in range(1, min(_SHIFTS, n // 4) + 1):
+    most = min(_SHIFTS, n // 4)
+    # the first element alone rules out nearly all shifts
+    after = slice(first + 1, first + 1 + most)
+    ruled_out = {1: unequal_mask(y[after], x[first : first + 1]), -1: unequal_mask(x[after], y[first : first + 1])}
+    for k in range(1, most + 1):
         for sign in (1, -1):
+            if ruled_out[sign][k - 1]:
+                continue
             s = first + k if sign > 0 else first
             probe = min(32, n - k)
             for size in (probe, n - k):
