@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: demo test check check-oldest torture tools lint bench docs fixtures dist clean
+.PHONY: demo test test-all check check-oldest torture tools lint bench docs fixtures dist clean
 
 $(VENV)/.done: pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
@@ -41,6 +41,10 @@ tools: $(VENV)/.done
 
 test: $(VENV)/.engines $(TORCHAO)/.done tools lint
 	PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python -m pytest -q -n 2 --durations=20
+
+# Every row of the tables of which `make test` runs a sample (tests/sampling.py): about 45 minutes.
+test-all: export EVERY := 1
+test-all: test
 
 UNIT := -m "not live and not slow" tests/index tests/formats tests/engine tests/huggingface tests/resume \
 	tests/storage/test_partial.py tests/converters/test_fsdp1.py

@@ -11,6 +11,7 @@ from typing import Any
 
 import answers
 import pytest
+import sampling
 import stores
 from hypothesis import HealthCheck, settings
 
@@ -101,6 +102,25 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """What launches ranks comes first."""
     items.sort(key=lambda item: not item.path.name.endswith(LAUNCHING))
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    """A worker hands to the process that writes the summary what its samples leave out."""
+    if hasattr(session.config, "workeroutput"):
+        session.config.workeroutput["left_out"] = sampling.LEFT_OUT
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node: Any) -> None:
+    """All workers collect the same tests."""
+    sampling.LEFT_OUT.update(getattr(node, "workeroutput", {}).get("left_out", {}))
+
+
+def pytest_terminal_summary(terminalreporter: Any) -> None:
+    """Say which rows were not tested."""
+    for table, (left, rows) in sorted(sampling.LEFT_OUT.items()):
+        if left:
+            terminalreporter.write_line(f"{left} of {rows} {table} were left out; `make test-all` runs every one")
 
 
 @pytest.fixture(scope="session", autouse=True)

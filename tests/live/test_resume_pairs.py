@@ -1,14 +1,13 @@
 """Any trainer resumes from the checkpoint of any other, at another world size, as if it had never stopped.
 
 fixtures/trainers/jobs holds what the trainers wrote after three steps of one and the same job on two ranks
-(fixtures/resume_jobs.py). PAIRS=all runs every pair; without it there is one for each trainer and state dict type.
+(fixtures/resume_jobs.py). EVERY=1 runs every pair; without it there is one for each trainer and state dict type.
 """
 
 from __future__ import annotations
 
 import importlib.util
 import json
-import os
 import re
 from pathlib import Path
 
@@ -16,6 +15,7 @@ import pytest
 from commands import ckpttool_here
 from peers import FIXTURES, REPOSITORY
 from ranks import ENVIRONMENT, NURSERIES, one_at_a_time
+from sampling import sample
 
 pytestmark = [pytest.mark.live, pytest.mark.slow]
 
@@ -38,7 +38,7 @@ PROGRAMS = {
     "verl": "verl", "skyrl": "skyrl", "nemo-rl": "nemo_rl.utils", "prime-rl": "prime_rl", "xtuner": "xtuner.v1", "veomni": "veomni",
     "automodel": "nemo_automodel",
 }  # fmt: skip
-PAIRS = [(s, t) for s in SOURCES for t in TARGETS] if os.environ.get("PAIRS") == "all" else SOME
+PAIRS = sample("pairs of trainers", [(s, t) for s in SOURCES for t in TARGETS], None, SOME)
 
 
 def is_installed(module: str) -> bool:

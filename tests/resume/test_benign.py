@@ -1,8 +1,6 @@
 """resume-verify says nothing of a run in which nothing is wrong: other world sizes, layouts, kernels, models and dtypes.
 
-    BENIGN=all pytest tests/resume/test_benign.py -s        all of them (10 minutes), and the largest deviations by column
-
-    BENIGN=lora pytest ...                                  those of CI, and those with this in their names
+    EVERY=1 pytest tests/resume/test_benign.py -s           all of them (10 minutes), and the largest deviations by column
 
 Without the variable those of `OF_CI` run. The jobs are tests/live/zoo.py and the models of tests/live/herd.py, trained and
 saved by real FSDP2 at 2, 3 and 4 ranks. Each run is judged against the recording of its job, and against a run of the same
@@ -12,7 +10,6 @@ checkpoint on 2 ranks. The bounds for parameters of bf16 and for rounded weights
 
 from __future__ import annotations
 
-import os
 from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -31,6 +28,7 @@ from live.own_jobs import SAVED as SAVED_OWN
 from live.zoo import CLIP, TIED
 from peers import REPOSITORY
 from ranks import forked, one_at_a_time, torchrun
+from sampling import EVERY, sample
 from spoiling import Spoil, slot, weight, zero
 
 import ckpttool
@@ -47,8 +45,6 @@ from ckpttool.resume.verify import resume_verify
 
 pytestmark = [pytest.mark.live, pytest.mark.slow]
 
-MORE = os.environ.get("BENIGN", "-")
-EVERY = MORE == "all"
 STEPS = 4
 LOW = "qwen2, bf16 parameters"
 CHAOTIC = "qwen2 narrow, bf16 parameters"
@@ -133,7 +129,7 @@ OF_CI = {
     *(f"{LOW}: W={w}" for w in (1, 2)), f"{LOW}: W=1, as zero3", f"{LOW}: W=1, micro_batch 2", "llama groups: W=1",
     "llama groups: W=1, as universal", "zoo: W=1, noisy", "zoo: W=3, noisy",
 }  # fmt: skip
-CHOSEN = {r.name: r for r in runs() if EVERY or r.name in OF_CI or MORE in r.name}
+CHOSEN = {r.name: r for r in sample("benign runs", runs(), None, [r for r in runs() if r.name in OF_CI])}
 
 # ------------------------------------------------------------------------------------------------------ what is run
 

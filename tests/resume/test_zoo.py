@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 from judged import Runs, Verdict, Zoo, assert_verdict, said_of, save_tree, verdict
 from live.zoo import CLIP, OLDEST, SAVED, STALE, TIED
+from sampling import sample
 from spoiling import Fault
 from zoo_faults import BATCH, DIGESTS, FAULTS, LOADER, PROBE, RANDOM, SCALER, SCHEDULER, VALUES
 
@@ -23,6 +24,7 @@ pytestmark = [pytest.mark.live, pytest.mark.slow]
 
 #: Faults that only another rank shows.
 ABOUT_RANKS = ("job: rank 1 reads rank 0's rows",)
+CHOSEN = {name: FAULTS[name] for name in sample("faults of the second suite", FAULTS, 3, ABOUT_RANKS)}
 
 
 def spoiled(fault: Fault, zoo_original: Zoo, place: Path) -> Path:
@@ -50,7 +52,7 @@ def zoo(zoo_original: Zoo, tmp_path_factory: pytest.TempPathFactory) -> Runs:
         ),
         "tied": zoo_original.by_job(2, "tied", reread=False, loader="origin", clip=CLIP, **tied),
     }
-    for i, (name, fault) in enumerate(FAULTS.items()):
+    for i, (name, fault) in enumerate(CHOSEN.items()):
         world = 2 if fault.rank is not None or name in ABOUT_RANKS else 1
         run = zoo_original.by_job(world, fault.job, clip=CLIP)
         source = str(spoiled(fault, zoo_original, folder / f"{i}"))
@@ -68,7 +70,7 @@ def verdict_on(name: str, runs: Runs, zoo_original: Zoo) -> Verdict:
     return runs.verdicts[name]
 
 
-@pytest.mark.parametrize("name", FAULTS)
+@pytest.mark.parametrize("name", CHOSEN)
 def test_each_fault_of_the_second_suite_has_its_verdict(name: str, zoo: Runs, zoo_original: Zoo) -> None:
     fault = FAULTS[name]
     found = verdict_on(name, zoo, zoo_original)
@@ -85,7 +87,7 @@ def test_the_checkpoint_itself_passes_against_the_recording_of_its_own_job(zoo: 
 def test_the_second_table(zoo: Runs, zoo_original: Zoo) -> None:
     print("\n| fault | first check that fails | first one without the state | what is said |\n|---|---|---|---|")
     caught = numbers = recorded = right = 0
-    for name, fault in FAULTS.items():
+    for name, fault in CHOSEN.items():
         found = verdict_on(name, zoo, zoo_original)
         said = said_of(fault, found)
         caught += said["check"] is not None
@@ -93,6 +95,6 @@ def test_the_second_table(zoo: Runs, zoo_original: Zoo) -> None:
         recorded += said["recorded"]
         right += all(said[key] == getattr(fault, key) for key in ("kind", "tensors", "said"))
         print(found.row(name))
-    print(f"caught of {len(FAULTS)}: {caught}, {numbers} by numbers, {recorded} by the recording; {right} causes right")
-    assert (len(FAULTS), caught, recorded, right) == (102, 102, 102, 102)
-    assert numbers >= 80
+    print(f"caught of {len(CHOSEN)}: {caught}, {numbers} by numbers, {recorded} by the recording; {right} causes right")
+    assert caught == recorded == right == len(CHOSEN)
+    assert numbers >= 0.78 * len(CHOSEN)
