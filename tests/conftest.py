@@ -99,8 +99,13 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     return ByFile(config, log)
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """What launches ranks comes first."""
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """What launches ranks comes first; rows that this run leaves out do not come at all."""
+    if not any("::" in argument for argument in config.args):  # a test that is asked for by its name is run
+        root = Path(__file__).parent
+        left = sampling.find_left_out((item.path.relative_to(root).as_posix(), item.nodeid) for item in items)
+        config.hook.pytest_deselected(items=[item for item in items if item.nodeid in left])
+        items[:] = [item for item in items if item.nodeid not in left]
     items.sort(key=lambda item: not item.path.name.endswith(LAUNCHING))
 
 
@@ -117,10 +122,16 @@ def pytest_testnodedown(node: Any) -> None:
 
 
 def pytest_terminal_summary(terminalreporter: Any) -> None:
-    """Say which rows were not tested."""
-    for table, (left, rows) in sorted(sampling.LEFT_OUT.items()):
-        if left:
-            terminalreporter.write_line(f"{left} of {rows} {table} were left out; `make test-all` runs every one")
+    """Say how many rows were not tested; of each table with -v."""
+    some = {table: counts for table, counts in sorted(sampling.LEFT_OUT.items()) if counts[0]}
+    if terminalreporter.verbosity > 0:
+        for table, (left, rows) in some.items():
+            terminalreporter.write_line(f"left out: {left} of {rows} {table}")
+    if some:
+        left, rows = map(sum, zip(*some.values(), strict=True))
+        terminalreporter.write_line(
+            f"{left:,} of {rows:,} rows of long tables were left out; `make test-all` runs them"
+        )
 
 
 @pytest.fixture(scope="session", autouse=True)
