@@ -270,7 +270,8 @@ def test_a_dask_worker_that_is_stopped_is_named_and_gets_no_request_twice(
     assert wait_for(lambda: len(cluster.scheduler.workers) == 4, 30), (
         "the one that an earlier test killed is started again"
     )
-    stopped = next(iter(cluster.workers.values()))
+    # one whose address is known: that of the one that was started again may still be the old one
+    stopped = next(w for w in cluster.workers.values() if w.worker_address in cluster.scheduler.workers)
     os.kill(stopped.pid, signal.SIGSTOP)
     try:
         with (

@@ -481,13 +481,15 @@ def test_what_cannot_be_put_back_is_kept_and_said(src: Path, dst: Path, no_excha
 
 
 @pytest.mark.parametrize("kind", ["fifo", "socket", "text", "text named .pt", "bytes"])
-def test_force_replaces_no_file_that_is_not_a_checkpoint(kind: str, src: Path, dst: Path) -> None:
+def test_force_replaces_no_file_that_is_not_a_checkpoint(
+    kind: str, src: Path, dst: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     target = dst.with_suffix(".pt") if kind == "text named .pt" else dst
     with socket.socket(socket.AF_UNIX) as s:
         if kind == "fifo":
             os.mkfifo(target)
         elif kind == "socket":
-            os.chdir(target.parent)
+            monkeypatch.chdir(target.parent)  # the name of a socket is short
             s.bind(target.name)
         elif kind == "bytes":
             target.write_bytes(bytes(range(256)))

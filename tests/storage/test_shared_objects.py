@@ -464,8 +464,8 @@ def test_ranks_of_mpi(s3: Moto, bucket: str) -> None:
 @pytest.mark.slow
 def test_a_coordinator_that_is_killed(s3: Moto, bucket: str, tmp_path: Path) -> None:
     convert(DCP, f"{bucket}/one", "dcp", workers=1)
-    run = Run(tmp_path, f"{bucket}/many", 3)
-    run.wait_for(s3, bucket, 10)
+    run = Run(tmp_path, f"{bucket}/many", 3, seconds=0.2)
+    run.wait_for(s3, bucket, 4)
     run.process.kill()
     run.process.communicate()
     assert objects(s3, bucket, "many") == {} and unfinished(s3, bucket)
