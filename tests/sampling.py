@@ -13,54 +13,57 @@ Row = TypeVar("Row")
 EVERY = os.environ.get("EVERY") == "1"
 #: {table: (rows that this run leaves out, all its rows)}, which the summary of pytest shows.
 LEFT_OUT: dict[str, tuple[int, int]] = {}
-#: Files whose parametrized tests take longest, a second or so a row: one row in three of each test is run.
+#: Parametrized tests whose rows take half a second to ten each: about one row in three is run.
 SAMPLED = (
-    "attacks/test_audit_attacks.py", "attacks/test_kinds.py", "attacks/test_planted.py", "attacks/test_printed_names.py",
-    "cli/test_interrupts.py", "converters/test_matrix.py", "converters/test_megatron.py", "engine/test_adapter.py", "engine/test_averaging.py",
-    "engine/test_casts.py", "engine/test_conservation.py", "engine/test_logits.py", "engine/test_parts.py",
-    "huggingface/test_name_maps.py", "live/test_live.py", "live/test_newer_maps.py", "live/test_precision_aware.py",
-    "live/test_reader.py", "resume/test_operations.py", "storage/test_crash.py", "storage/test_lying_servers.py",
-    "storage/test_remote.py", "storage/test_shared_objects.py",
-)  # fmt: skip
+    "attacks/test_kinds.py::test_a_value_of_another_kind_is_read_or_refused",
+    "attacks/test_printed_names.py::test_no_output_of_any_command_has_a_character_that_does_not_print",
+    "cli/test_interrupts.py::test_a_signal_at_any_moment_is_answered_with_what_is_there",
+    "converters/test_matrix.py::test_a_state_goes_from_any_layout_to_any_other_and_home_again_with_one_digest",
+    "converters/test_megatron.py::test_what_is_written_is_read_as_the_same_state",
+    "engine/test_adapter.py::test_a_base_model_and_an_adapter_are_what_peft_merges",
+    "engine/test_adapter.py::test_the_state_of_a_job_is_what_its_live_model_merges",
+    "engine/test_averaging.py::test_every_layout_gets_the_bits_of_torch",
+    "engine/test_casts.py::test_the_command_casts_every_dtype_to_every_floating_one_and_leaves_the_others",
+    "engine/test_conservation.py::test_a_writer_that_is_given_less_or_other_state_is_found_before_a_byte_is_written",
+    "engine/test_conservation.py::test_generated_states_are_conserved",
+    "engine/test_parts.py::test_parts_have_the_bytes_of_one_pass",
+    "huggingface/test_name_maps.py::test_the_model_of_transformers_has_the_logits_of_the_other",
+    "huggingface/test_name_maps.py::test_the_next_steps_have_the_losses_of_the_other",
+    "live/test_live.py::test_the_engine_at_another_world_size_goes_on_as_if_never_interrupted",
+    "live/test_newer_maps.py::test_transformers_has_the_logits_of_the_live_model",
+    "live/test_precision_aware.py::test_masters_and_moments_of_the_ranks_are_there_exactly",
+    "live/test_reader.py::test_a_live_job_filled_from_every_layout_holds_the_truth_and_trains_on",
+    "resume/test_report.py::test_a_browser_shows_the_page",
+    "storage/test_shared_objects.py::test_workers_send_the_bytes_of_one_process",
+)
 
 
-def sample(table: str, rows: Iterable[Row], one_in: int | None, keep: Iterable[Row] = ()) -> list[Row]:
-    """Return the rows of a table that this run tests, in their order.
-
-    A row is chosen by a hash of its str(), so that a new row does not move the others.
-
-    Args:
-        table: its name in the summary.
-        one_in: about one in so many rows is chosen; None for those of `keep` alone.
-        keep: rows that every run tests.
-    """
+def sample(table: str, rows: Iterable[Row], keep: Iterable[Row]) -> list[Row]:
+    """Return the rows of a table that this run tests, in their order: those of `keep`, or all of them with EVERY=1."""
     rows, keep = list(rows), list(keep)
     assert all(row in rows for row in keep), f"{table} has not all of {keep}"
-    chosen = [row for row in rows if EVERY or row in keep or (one_in is not None and _is_chosen(str(row), one_in))]
+    chosen = [row for row in rows if EVERY or row in keep]
     LEFT_OUT[table] = (len(rows) - len(chosen), len(rows))
     return chosen
 
 
-def find_left_out(tests: Iterable[tuple[str, str]]) -> set[str]:
-    """Return the ids of the tests that this run leaves out: rows of the files in `SAMPLED`, but at least one row of every test
-    is run.
+def leave_out(ids: Iterable[str]) -> set[str]:
+    """Return the ids of the tests that this run leaves out, and count them in `LEFT_OUT`.
+
+    Rows are chosen by a hash of their ids, so that a new one does not move the others. One row of every test is run.
 
     Args:
-        tests: (path of the file below tests/, id of the test such as "tests/a/test_b.py::test_c[row]").
+        ids: such as "tests/a/test_b.py::test_c[row]".
     """
-    of_test: defaultdict[tuple[str, str], list[str]] = defaultdict(list)
-    for path, name in tests:
-        if path in SAMPLED:
-            of_test[path, name.partition("[")[0]].append(name)
+    rows_of: defaultdict[str, list[str]] = defaultdict(list)
+    for name in ids:
+        test = name.removeprefix("tests/").partition("[")[0]
+        if test in SAMPLED:
+            rows_of[test].append(name)
     out: set[str] = set()
-    for (path, _), rows in of_test.items():
-        left = [] if EVERY else [row for row in rows if not _is_chosen(row, 3)]
+    for test, rows in rows_of.items():
+        left = [] if EVERY else [row for row in rows if crc32(row.encode()) % 3]
         left = left[1:] if len(left) == len(rows) else left
         out.update(left)
-        before = LEFT_OUT.get(f"rows of {path}", (0, 0))
-        LEFT_OUT[f"rows of {path}"] = (before[0] + len(left), before[1] + len(rows))
+        LEFT_OUT[f"rows of {test}"] = (len(left), len(rows))
     return out
-
-
-def _is_chosen(row: str, one_in: int) -> bool:
-    return crc32(row.encode()) % one_in == 0

@@ -10,7 +10,7 @@ The first read locates the whole checkpoint, which refuses files of ranks that d
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from math import prod
 from types import EllipsisType
@@ -20,8 +20,8 @@ from ..errors import Unsupported, UsageError
 from ..extras import require_packages
 from ..index import boxes
 from ..index.check import check_chunk
-from ..index.checkpoint import ITEMSIZE, NOT_TORCHS, Checkpoint, Chunk, Chunks, Record, TensorEntry
-from ..index.records import Records
+from ..index.checkpoint import ITEMSIZE, NOT_TORCHS, Checkpoint, Chunk, Chunks, TensorEntry
+from ..index.records import RecordsOfFiles
 from ..printable import printable
 from ..storage.buffers import IOBudget
 from .copy.dtypes import numbers, numpy_dtype
@@ -279,11 +279,11 @@ class TensorHandle:
 
     def _locate_box(
         self, start: tuple[int, ...], shape: tuple[int, ...]
-    ) -> tuple[Sequence[str], Sequence[Record] | Mapping[int, Records], TensorEntry]:
+    ) -> tuple[Sequence[str], RecordsOfFiles, TensorEntry]:
         """Find the chunks of the tensor that meet a box (start, shape).
 
         Returns:
-            (files; their records, as `Reader` takes them; the tensor with these chunks alone, as raw byte ranges).
+            (files; their records; the tensor with these chunks alone, as raw byte ranges).
 
         Raises:
             Corrupt: an item is damaged, or files of ranks do not belong together.
@@ -300,7 +300,7 @@ class TensorHandle:
                 file = ckpt.files[chunk.extent.file]
                 check_chunk(self.name, entry.dtype, chunk, file, source.size(file))
             return ckpt.files, ckpt.records, entry
-        return ckpt.files, self._opened.sort_records(), entry
+        return ckpt.files, self._opened.sorted_records(), entry
 
 
 def _choose_budget(nbytes: int) -> IOBudget:

@@ -280,8 +280,8 @@ class OpenCheckpoint(Mapping[str, "TensorHandle"]):
         head = f"of {every:,} fp32 masters {count:,} were looked at: " if count < every else ""
         return head + masters.describe_differences(some, found) if found else None
 
-    def sort_records(self) -> dict[int, Records]:
-        """Return {number of a file: its records, by offset}, sorted once: for every tensor, that would be quadratic."""
+    def sorted_records(self) -> dict[int, Records]:
+        """Return {number of a file: its records, by offset}, sorted once for all reads of single tensors."""
         records = self.locate().records
         with self._locating:
             if self._sorted is None or self._sorted[0] is not records:
@@ -296,7 +296,7 @@ class OpenCheckpoint(Mapping[str, "TensorHandle"]):
         """
         from .copy.stream import small
 
-        return small(self.locate(), self.source, [name])[name]
+        return small(self.locate(), self.source, [name], self.sorted_records())[name]
 
     def _index_with_names(self) -> Checkpoint:
         """Get the index with the names of the tensors. Layouts that do not frame items find names only in `locate`,

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from .checkpoint import Extent, Record
 
-__all__ = ["Records", "are_known", "sort_records"]
+__all__ = ["Records", "RecordsOfFiles", "are_known", "sort_records"]
 
 
 class Records(Sequence[Record]):
@@ -84,6 +84,10 @@ class Records(Sequence[Record]):
             self.offset, self.length = (array("q", map(c.__getitem__, order)) for c in (self.offset, self.length))
             self.crc32 = array("I", map(self.crc32.__getitem__, order))
             self.later = {new: self.later[old] for new, old in enumerate(order) if old in self.later}
+
+
+#: Records in any order, or as `sort_records` returns them.
+RecordsOfFiles = Sequence[Record] | Mapping[int, Records]
 
 
 def sort_records(records: Iterable[Record]) -> dict[int, Records]:

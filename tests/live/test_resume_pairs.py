@@ -38,7 +38,7 @@ PROGRAMS = {
     "verl": "verl", "skyrl": "skyrl", "nemo-rl": "nemo_rl.utils", "prime-rl": "prime_rl", "xtuner": "xtuner.v1", "veomni": "veomni",
     "automodel": "nemo_automodel",
 }  # fmt: skip
-PAIRS = sample("pairs of trainers", [(s, t) for s in SOURCES for t in TARGETS], None, SOME)
+PAIRS = sample("pairs of trainers", [(s, t) for s in SOURCES for t in TARGETS], SOME)
 
 
 def is_installed(module: str) -> bool:

@@ -6,7 +6,7 @@ earlier step).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -51,6 +51,22 @@ class Fault:
     oldest: bool = False
     recorded: bool = True
     said: str = ""
+
+
+def one_of_each_kind(faults: Mapping[str, Fault], earlier: Iterable[Fault] = ()) -> set[str]:
+    """Return the names of faults such that every kind, every first check, a rank's shard and the tied model are among them.
+
+    Args:
+        earlier: faults of other suites; their kinds and checks are not looked for again.
+    """
+    seen: set[object] = {x for f in earlier for x in (f.kind, f.check)}
+    out = set()
+    for name, f in faults.items():
+        new = {f.kind, f.check, *(["of a rank"] if f.rank is not None else []), *(["tied"] if f.tied else [])} - seen
+        if new:
+            out.add(name)
+            seen |= new
+    return out
 
 
 def weight(fqn: str, act: Callable[[Any], Any]) -> Spoil:

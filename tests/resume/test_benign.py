@@ -127,7 +127,7 @@ OF_CI = {
     "zoo: W=1, as zero3", "zoo: W=3, activation_checkpointing True, dtype bf16", f"{LOW}: W=1", f"{LOW}: W=1, micro_batch 2",
     "llama groups: W=1, as universal", "zoo: W=3, noisy",
 }  # fmt: skip
-CHOSEN = {r.name: r for r in sample("benign runs", runs(), None, [r for r in runs() if r.name in OF_CI])}
+CHOSEN = {r.name: r for r in sample("benign runs", runs(), [r for r in runs() if r.name in OF_CI])}
 
 # ------------------------------------------------------------------------------------------------------ what is run
 

@@ -2,7 +2,8 @@
 
 A real FSDP2 job of 2 ranks (tests/live/hybrid.py: state space, grouped attention, separate experts, buffers that every
 step changes) saves after 7 and 8 steps and goes on; its checkpoint, or the job, is spoiled in every way of
-`hybrid_faults.FAULTS`, and each is judged as in test_zoo.py. `pytest tests/resume/test_hybrid.py -s` prints the table.
+`hybrid_faults.FAULTS`, sampled and judged as in test_zoo.py. `EVERY=1 pytest tests/resume/test_hybrid.py -s` prints the
+table.
 """
 
 from __future__ import annotations
@@ -10,7 +11,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import faulty
 import pytest
+import zoo_faults
 from hybrid_faults import BENIGN, FAULTS, NOT_EXPLAINED
 from judged import Runs, Verdict, Zoo, assert_verdict, said_of, save_tree, verdict
 from live.faults import GLOBAL
@@ -18,7 +21,7 @@ from live.hybrid import CLIP, RECORDED, SAVED, STALE
 from peers import REPOSITORY
 from ranks import torchrun
 from sampling import sample
-from spoiling import Spoil, State
+from spoiling import Spoil, State, one_of_each_kind
 
 import ckpttool
 from ckpttool.resume.compare.judge import judge
@@ -26,7 +29,14 @@ from ckpttool.resume.trace.model import Trace, read_reference
 
 pytestmark = [pytest.mark.live, pytest.mark.slow]
 
-CHOSEN = {name: FAULTS[name] for name in sample("faults of the third suite", FAULTS, 3, NOT_EXPLAINED)}
+CHOSEN = {
+    name: FAULTS[name]
+    for name in sample(
+        "faults of the third suite",
+        FAULTS,
+        {*one_of_each_kind(FAULTS, [*faulty.FAULTS.values(), *zoo_faults.FAULTS.values()]), *NOT_EXPLAINED},
+    )
+}
 #: The reference of --against.
 JOB = "job"
 

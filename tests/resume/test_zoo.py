@@ -1,8 +1,8 @@
 """A second suite of faults: 102 that hostile testers found likely, in a job with everything that a job may save.
 
 A real FSDP2 job of 4 ranks (tests/live/zoo.py) saves after 6, 11 and 12 steps and goes on; its checkpoint, or the job, is
-spoiled in every way of `zoo_faults.FAULTS`, and each is judged as in test_faults.py. `pytest tests/resume/test_zoo.py -s`
-prints the table.
+spoiled in every way of `zoo_faults.FAULTS`, of which `make test` has those of kinds that the first suite has not, and each
+is judged as in test_faults.py. `EVERY=1 pytest tests/resume/test_zoo.py -s` prints the table.
 """
 
 from __future__ import annotations
@@ -10,11 +10,12 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
+import faulty
 import pytest
 from judged import Runs, Verdict, Zoo, assert_verdict, said_of, save_tree, verdict
 from live.zoo import CLIP, OLDEST, SAVED, STALE, TIED
 from sampling import sample
-from spoiling import Fault
+from spoiling import Fault, one_of_each_kind
 from zoo_faults import BATCH, DIGESTS, FAULTS, LOADER, PROBE, RANDOM, SCALER, SCHEDULER, VALUES
 
 import ckpttool
@@ -24,7 +25,12 @@ pytestmark = [pytest.mark.live, pytest.mark.slow]
 
 #: Faults that only another rank shows.
 ABOUT_RANKS = ("job: rank 1 reads rank 0's rows",)
-CHOSEN = {name: FAULTS[name] for name in sample("faults of the second suite", FAULTS, 3, ABOUT_RANKS)}
+CHOSEN = {
+    name: FAULTS[name]
+    for name in sample(
+        "faults of the second suite", FAULTS, {*one_of_each_kind(FAULTS, faulty.FAULTS.values()), *ABOUT_RANKS}
+    )
+}
 
 
 def spoiled(fault: Fault, zoo_original: Zoo, place: Path) -> Path:

@@ -9,7 +9,7 @@ from operator import itemgetter
 
 from ...formats.crc import crc32, crc32_combine
 from ...index.checkpoint import Record
-from ...index.records import Records, sort_records
+from ...index.records import RecordsOfFiles, sort_records
 
 __all__ = ["CrcMismatch", "CrcVerifier"]
 
@@ -21,11 +21,7 @@ class CrcMismatch(Exception):
 class CrcVerifier:
     """Checks the CRC32s of records while their bytes are read, in any order and in any pieces."""
 
-    def __init__(self, records: Sequence[Record] | Mapping[int, Records]) -> None:
-        """
-        Args:
-            records: those of the source; or as `sort_records` returns them, where several verifiers share them.
-        """
+    def __init__(self, records: RecordsOfFiles) -> None:
         self._records = records if isinstance(records, Mapping) else sort_records(records)
         #: {(file, number of the record): [(start, end, crc)], sorted}
         self._seen: dict[tuple[int, int], list[tuple[int, int, int]]] = {}

@@ -22,7 +22,7 @@ import errno
 import itertools
 import os
 from collections import deque
-from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from math import prod
 from typing import TYPE_CHECKING, Any
@@ -30,7 +30,7 @@ from typing import TYPE_CHECKING, Any
 from ...errors import Corrupt
 from ...index import boxes
 from ...index.checkpoint import ITEMSIZE, Checkpoint, Chunk, Record, TensorEntry
-from ...index.records import Records
+from ...index.records import RecordsOfFiles
 from ...storage.buffers import ALIGN, DEFAULT_BUDGET, BufferPool, IOBudget, Lease
 from ...storage.source import Source, read_error
 from .block_plans import BlockPlan, StreamJob, plan_blocks
@@ -102,13 +102,9 @@ class Reader:
         self,
         source: Source,
         files: Sequence[str],
-        records: Sequence[Record] | Mapping[int, Records] = (),
+        records: RecordsOfFiles = (),
         budget: IOBudget = DEFAULT_BUDGET,
     ) -> None:
-        """
-        Args:
-            records: as for `CrcVerifier`.
-        """
         self.source, self.files = source, files
         self.crcs = CrcVerifier(records)
         self.block_bytes = budget.buffer_bytes - 2 * ALIGN  # an aligned read takes in up to a page before and after
@@ -594,15 +590,20 @@ def _put_into_slab(
     target[place] = np.frombuffer(got, dtype=kind).reshape(part[2])
 
 
-def small(ckpt: Checkpoint, source: Source, names: Iterable[str]) -> dict[str, bytes]:
+def small(
+    ckpt: Checkpoint, source: Source, names: Iterable[str], records: RecordsOfFiles | None = None
+) -> dict[str, bytes]:
     """Read small tensors into memory and return {name: row-major bytes}; the records that they lie in are checked to
     their ends before.
+
+    Args:
+        records: those of the checkpoint if None.
 
     Raises:
         Corrupt: bytes do not have the CRC32 that the source says.
     """
     out: dict[str, bytearray] = {n: bytearray() for n in names}
-    reader = Reader(source, ckpt.files, ckpt.records, IOBudget(1, 256 << 10))
+    reader = Reader(source, ckpt.files, ckpt.records if records is None else records, IOBudget(1, 256 << 10))
     for block in reader.blocks([StreamJob(n, ckpt.tensors[n]) for n in out]):
         out[block.name] += block.data
     reader.finish()

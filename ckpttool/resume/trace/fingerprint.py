@@ -173,14 +173,18 @@ def counts_on_this_rank(tensor: Any) -> bool:
         return not dist.is_initialized() or dist.get_rank() == 0
     mesh = tensor.device_mesh
     at = mesh.get_coordinate()
-    if at is None or not _has_rank_0(mesh):
+    if at is None or not _has_rank_0(mesh, dist.get_rank()):
         return False
     return all(c == 0 for c, placement in zip(at, tensor.placements, strict=True) if placement.is_replicate())
 
 
 @lru_cache
-def _has_rank_0(mesh: Any) -> bool:
-    """Tell whether rank 0 is in a DeviceMesh, which computes its tensor of ranks at every look."""
+def _has_rank_0(mesh: Any, rank: int) -> bool:
+    """Tell whether rank 0 is in a DeviceMesh, which computes its tensor of ranks at every look.
+
+    Args:
+        rank: of this process. A submesh has other ranks on another one, and is equal to it all the same.
+    """
     return bool((mesh.mesh == 0).any())
 
 
