@@ -16,6 +16,7 @@ LEFT_OUT: dict[str, tuple[int, int]] = {}
 #: Parametrized tests whose rows take half a second to ten each: about one row in three is run.
 SAMPLED = (
     "attacks/test_kinds.py::test_a_value_of_another_kind_is_read_or_refused",
+    "attacks/test_planted.py::test_a_command_runs_nothing_that_was_planted",
     "attacks/test_printed_names.py::test_no_output_of_any_command_has_a_character_that_does_not_print",
     "cli/test_interrupts.py::test_a_signal_at_any_moment_is_answered_with_what_is_there",
     "converters/test_matrix.py::test_a_state_goes_from_any_layout_to_any_other_and_home_again_with_one_digest",
@@ -34,6 +35,8 @@ SAMPLED = (
     "live/test_precision_aware.py::test_masters_and_moments_of_the_ranks_are_there_exactly",
     "live/test_reader.py::test_a_live_job_filled_from_every_layout_holds_the_truth_and_trains_on",
     "resume/test_report.py::test_a_browser_shows_the_page",
+    "storage/test_crash.py::test_failure_of_any_call_is_an_error_of_ours_and_the_same_process_can_run_again",
+    "storage/test_lying_servers.py::test_a_lie_is_an_error_or_makes_no_difference",
     "storage/test_shared_objects.py::test_workers_send_the_bytes_of_one_process",
 )
 

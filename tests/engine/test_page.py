@@ -292,10 +292,10 @@ def test_a_page_of_100_000_tensors_opens_in_two_seconds_and_draws_few_elements(
     ckpttool.inspect(path).save_html(page)
     assert page.stat().st_size < 12_000_000
     took = []
-    for _ in range(3):  # the machine may be busy
+    while not took or (took[-1] >= 2000 and len(took) < 3):  # the machine may be busy
         chromium.open(page, width=1280, height=800)
         took.append(chromium.ask("performance.getEntriesByType('navigation')[0].loadEventEnd"))
-    assert 0 < min(took) < 2000, took
+    assert 0 < took[-1] < 2000, took
     assert "100,000 tensors" in chromium.ask("document.getElementById('counted').innerText")
     assert chromium.ask("document.querySelectorAll('*').length") < 2500
     type_into(chromium, "layers.99 experts.7.up")
