@@ -20,8 +20,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import hybrid_faults
+import numpy as np
 import pytest
 import torch
 import zoo_faults
