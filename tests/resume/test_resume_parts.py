@@ -13,8 +13,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from engine.test_flat_layout import rank_of
 from hypothesis import given
 from hypothesis import strategies as st
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard
 
 import ckpttool
 from ckpttool.engine.opening import OpenOptions
@@ -193,6 +196,17 @@ def test_boxes_of_any_cut_add_up_to_the_whole(dtype: torch.dtype, shape: list[in
     offsets = [0, at]
     got = sum(fingerprint._fingerprint_box(p.contiguous(), [o if d == dim else 0 for d in range(len(shape))], shape) for p, o in zip(parts, offsets, strict=True))  # fmt: skip
     assert got % (1 << 64) == want
+
+
+def test_a_process_that_becomes_another_rank_counts_for_its_new_shards() -> None:
+    """Submeshes of rank 2 and of rank 0 are equal and have one hash, and different ranks."""
+    counts = {}
+    for rank in (2, 0):
+        with rank_of(rank, 4):
+            tp = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))["tp"]
+            tensor = DTensor.from_local(torch.ones(2), tp, [Shard(0)], run_check=False)
+            counts[rank] = fingerprint.counts_on_this_rank(tensor)
+    assert counts == {2: False, 0: True}
 
 
 def test_a_fingerprint_sees_one_bit_an_exchange_and_a_shift() -> None:
