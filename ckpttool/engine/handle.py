@@ -161,7 +161,7 @@ class TensorHandle:
         two, the number in the lower four bits first.
 
         Raises:
-            Unsupported: neither numpy nor ml_dtypes has the dtype (complex32, before ml_dtypes 0.6).
+            Unsupported: neither numpy nor ml_dtypes has the dtype.
             Corrupt, SourceChanged: bytes are missing, damaged or not those of before.
         """
         return self._make_array(self._read((0,) * self.ndim, self.shape), self.shape)
@@ -221,15 +221,7 @@ class TensorHandle:
         if self.dtype == "float4_e2m1fn_x2":
             fours: _Array = numbers(raw, self.dtype).reshape(*shape, 2)
             return fours
-        try:
-            dtype = numpy_dtype(self.dtype)
-        except AttributeError:
-            raise Unsupported(
-                f'"{self.name}" is {self.dtype}, which neither numpy nor this ml_dtypes has. Update ml_dtypes, or use '
-                "torch().",
-                code="CKPT0332",
-            ) from None
-        found: _Array = raw.view(dtype).reshape(shape)
+        found: _Array = raw.view(numpy_dtype(self.dtype)).reshape(shape)
         return found
 
     def _read(self, start: tuple[int, ...], shape: tuple[int, ...]) -> _Array:

@@ -97,6 +97,7 @@ def test_a_kind_has_one_definition() -> None:
 
 
 def test_mypy_refuses_a_kind_that_nobody_has_defined(tmp_path: Path) -> None:
+    pytest.importorskip("mypy")
     path = tmp_path / "kinds.py"
     path.write_text(
         "from ckpttool.engine.doctor.checks_numbers import NAN\n"

@@ -133,6 +133,8 @@ def test_transformers_has_the_same_codes_and_loads_the_numbers(kind: str, models
     import transformers
     from transformers.integrations.finegrained_fp8 import Fp8Quantize
 
+    if not hasattr(Fp8Quantize, "_quantize_one"):
+        pytest.skip("this transformers quantises in another function")
     done = ckpttool.convert(models / kind, tmp_path / "out", to="hf", quantize="fp8-block")
     old, new = weights_of(models / kind), weights_of(tmp_path / "out")
     stated = transformers.FineGrainedFP8Config(weight_block_size=(128, 128))
@@ -420,6 +422,8 @@ def test_awkward_blocks_have_the_codes_of_transformers(scale_fmt: str) -> None:
     import transformers
     from transformers.integrations.finegrained_fp8 import Fp8Quantize
 
+    if not hasattr(Fp8Quantize, "_quantize_one"):
+        pytest.skip("this transformers quantises in another function")
     torch.manual_seed(0)
     x = torch.randn(8 * 128, 2 * 128)
     x[:128, :128] = 0

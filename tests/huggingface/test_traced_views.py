@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from safetensors.torch import load_file, save_file
 
 import ckpttool
@@ -69,6 +70,8 @@ def test_what_it_does_not_know_is_not_told() -> None:
 )  # fmt: skip
 def test_an_architecture_is_named_as_transformers_names_it(name: str) -> None:
     """A sample of `python -m tests.torture.hub_names`: fused experts; gate and up in one matrix; their rows by turns; q, k and v."""
+    if not hasattr(transformers, name):
+        pytest.skip(f"transformers {transformers.__version__} has no {name}")
     assert architectures.judge(name) == ("right", "")
 
 
@@ -104,6 +107,8 @@ def test_a_model_of_text_and_vision_goes_there_and_back(
     name: str, renamed: Callable[[str], str] | None, tmp_path: Path, asked_here: None
 ) -> None:
     """Kimi's vision has q, k and v in one matrix on the Hub, its rope permuted; the names of Gemma's are others in memory."""
+    if not hasattr(transformers, name):
+        pytest.skip(f"transformers {transformers.__version__} has no {name}")
     model = architectures.build(name)
     model.save_pretrained(tmp_path / "theirs")
     file = tmp_path / "theirs" / "model.safetensors"

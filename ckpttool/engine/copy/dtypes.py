@@ -174,11 +174,7 @@ def bits_dtype(item: int) -> str:
 
 
 def numpy_dtype(dtype: str) -> np.dtype[Any]:
-    """Return the numpy dtype of a torch one, given by name; ml_dtypes gives those that numpy does not have.
-
-    Raises:
-        AttributeError: neither has it (complex32, before ml_dtypes 0.6).
-    """
+    """Return the numpy dtype of a torch one, given by name; ml_dtypes gives those that numpy does not have."""
     import numpy as np
 
     if dtype in ("bfloat16", "complex32") or dtype.startswith("float8"):
@@ -192,9 +188,6 @@ def numpy_dtype(dtype: str) -> np.dtype[Any]:
 def numbers(data: bytes | memoryview | Array, dtype: str) -> Array:
     """Return the numbers in a buffer as a flat array, in the numpy dtype of the torch one; of pairs of float4, the one
     in the lower four bits first.
-
-    Raises:
-        AttributeError: neither numpy nor ml_dtypes has the dtype.
     """
     import numpy as np
 
