@@ -137,6 +137,7 @@ def list(path, about):
 def verify(path, about):
     load(path, about)
 SAVES = ["made_up"]
+load_honestly = load
 def save(state, path, layout):
     tensors = {k: t.tolist() for k, t in state.items()}
     with open(path, "w") as f:
@@ -150,9 +151,17 @@ LIARS: dict[str, tuple[str, dict[str, dict[str, str]]]] = {
         "def load(path, about, load=load):\n d = load(path, about); d.pop('model.b'); return d",
         {"whole": {"weights": "lost", "save": "lost"}},
     ),
+    "has names of its own": (
+        "def load(path, about, load=load):\n return {k.replace('model.', ''): v for k, v in load(path, about).items()}",
+        {"whole": {"weights": "lost", "save": "lost"}},
+    ),
     "names what it drops": (
         "def load(path, about, load=load):\n d = load(path, about); d.pop('model.b'); return d, ['model.b']",
         {"whole": {"weights": "named", "save": "named"}},
+    ),
+    "gives None for a tensor": (
+        "def load(path, about, load=load):\n return load(path, about) | {'model.b': None}",
+        {"whole": {"weights": "wrong", "save": "wrong"}},
     ),
     "flips a bit": (
         "def load(path, about, load=load):\n d = load(path, about); d['model.a'].view('u4')[0, 0] ^= 1; return d",
@@ -194,13 +203,30 @@ LIARS: dict[str, tuple[str, dict[str, dict[str, str]]]] = {
     ),
     "hangs on a broken one": (
         "def load(path, about, load=load):\n try: return load(path, about)\n except ValueError: time.sleep(99)\ndef verify(path, about): raise ValueError('no')",
-        {"whole": {"verify": "refused"}, "broken": {"load": "hung"}, "evil": {"load": "hung"}},
+        {
+            "whole": {"verify": "refused"},
+            "broken": {"load": "hung", "verify": "unproven"}, "evil": {"load": "hung", "verify": "unproven"},
+        },
+    ),
+    "crashes on a whole one": (
+        "def load(path, about, load=load):\n load(path, about); os.abort()\ndef verify(path, about, load=load_honestly): load(path, about)",
+        {"whole": dict.fromkeys(("weights", "optimizer", "values", "save"), "crashed"), "broken": {"load": "unproven"}, "evil": {"load": "unproven"}},
     ),
     "handles weights alone": (
         "CLAIMS = {'made_up': ['weights']}\ndef load(path, about, load=load):\n return {k: v for k, v in load(path, about).items() if k[:6] == 'model.'}",
         {"whole": {"optimizer": "", "values": ""}},
     ),
 }  # fmt: skip
+#: {what a program does: (a case, a column, and the reason of its verdict)}.
+REASONS = {
+    "drops a tensor": ("whole", "weights", "missing: model.b"),
+    "has names of its own": ("whole", "weights", "missing: model.a and 1 more; it gave a tensor a, of no part"),
+    "gives None for a tensor": ("whole", "weights", "model.b: None, not float32 [1]"),
+    "flips a bit": ("whole", "weights", "model.a: other elements"),
+    "changes a dtype": ("whole", "weights", "model.b: float64 [1], not float32 [1]"),
+    "invents a tensor": ("whole", "optimizer", "not in the checkpoint: optim.state.b.exp_avg"),
+    "has another learning rate": ("whole", "values", "optim.param_groups.0.lr: 0.2, not 0.1"),
+}
 RIGHT = {
     "whole": dict.fromkeys(("weights", "optimizer", "values", "list", "verify", "save"), "right"),
     "broken": {"load": "right", "verify": "right"},
@@ -244,8 +270,18 @@ def test_a_program_that(what: str, kit: Path, tmp_path: Path) -> None:
     found = {row.case.name: row.verdicts for row in done.rows}
     wanted = {name: {c: v for c, v in (row | others.get(name, {})).items() if v} for name, row in RIGHT.items()}
     assert found == wanted
+    if what in REASONS:
+        case, column, reason = REASONS[what]
+        assert {row.case.name: row.reasons for row in done.rows}[case][column] == reason
     bad = {"lost", "wrong", "accepted", "ran code", "crashed", "hung"}
     assert done.passed == (not any(v in bad for row in wanted.values() for v in row.values()))
+
+
+def test_verify_alone_is_doubted_too(kit: Path, tmp_path: Path) -> None:
+    program = tmp_path / "program.py"
+    program.write_text("def verify(path, about):\n raise ValueError('no')")
+    done = acid(str(program), kit=str(kit), processes=1)
+    assert [row.verdicts for row in done.rows] == [{"verify": v} for v in ("refused", "unproven", "unproven")]
 
 
 def test_the_command_prints_a_card_and_exits_with_5_if_something_is_wrong(kit: Path, tmp_path: Path) -> None:

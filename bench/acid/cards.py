@@ -16,6 +16,8 @@ import tempfile
 import time
 from pathlib import Path
 
+from ckpttool.acid.scoring import FAILURES
+
 HERE = Path(__file__).resolve().parent
 PAGE = HERE.parents[1] / "docs" / "explanation" / "acid-test.md"
 BEGIN, END = "<!-- cards: python bench/acid/cards.py writes what follows -->", "<!-- end of cards -->"
@@ -30,7 +32,6 @@ FAULTS = (
     "tied and diverged",
     "malicious",
 )
-FAILURES = ("wrong", "lost", "accepted", "ran code", "crashed", "hung")
 ABOUT = """Each script stands alone, or beside the kit, `kit.tar.xz`; `cards.py` ran them all, with the versions of the tables.
 
 """

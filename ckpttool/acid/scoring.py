@@ -1,25 +1,13 @@
-"""What a program's answers on a case are worth. The rules are the same for every program.
+"""What a program's answers on a case are worth. docs/explanation/acid-test.md says what each verdict means.
 
-    golden    right     every tensor that the program says it handles, bit for bit
-              wrong     a tensor has other bytes, another dtype or shape, or is of no such name
-              lost      state is missing, and nothing was said
-              named     state is missing, and the program has named it
-              refused   an error
-    broken    right     refused; or, where the case allows it, the state as it is stored
-              accepted  state was returned, or verify was content
-    either    ran code  the canary of a malicious case was made, whatever was answered
-              crashed   the process ended without an answer
-              hung      it took longer than the limit
-              unproven  it refuses a broken one, but also the golden one that this was made of
-
-A program that says it handles a layout, or weights alone, is judged by that, and a fault in what it does not handle is
-not counted against it.
+The rules are the same for every program. One that says it handles a layout, or weights alone, is judged by that, and a
+fault in what it does not handle is not counted against it.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -30,6 +18,8 @@ __all__ = ["FAILURES", "PARTS", "Row", "doubt_refusals", "judge", "list_function
 PARTS = ("weights", "optimizer", "values")
 #: Verdicts that a program should never get.
 FAILURES = frozenset(("wrong", "lost", "accepted", "ran code", "crashed", "hung"))
+#: Verdicts on a whole checkpoint that was not read, so that a refusal of a broken one made of it proves nothing.
+_NOT_READ = frozenset(("refused", "crashed", "hung"))
 
 
 @dataclass
@@ -47,11 +37,11 @@ class Row:
     verdicts: dict[str, str] = field(default_factory=dict)
     reasons: dict[str, str] = field(default_factory=dict)
 
-    def add(self, column: str, verdict: str, reason: str = "") -> None:
-        """Note a verdict, and why."""
-        self.verdicts[column] = verdict
+    def add(self, columns: Sequence[str], verdict: str, reason: str = "") -> None:
+        """Note one verdict in columns, and with the first of them the reason, if there is one."""
+        self.verdicts |= dict.fromkeys(columns, verdict)
         if reason:
-            self.reasons[column] = reason
+            self.reasons |= dict.fromkeys(columns[:1], reason)
 
     def to_json(self) -> dict[str, Any]:
         """Return it as --json prints it."""
@@ -99,56 +89,50 @@ def judge(
     row = Row(case)
     parts = list_parts(case, introduction["claims"])
     for function, answer in answers.items():
+        columns = [function]
+        if function == "load" and case.golden and expected is not None:  # one answer, and a verdict on each part
+            columns = [p for p in parts if _list_wanted(expected, p)]
         if answer.get("canary"):
-            row.add(function, "ran code", "it executed what the checkpoint says")
+            row.add(columns, "ran code", "it executed what the checkpoint says")
         elif answer["status"] in ("crashed", "hung"):
-            row.add(function, answer["status"], answer["message"])
+            row.add(columns, answer["status"], answer["message"])
         elif function == "list" and not case.golden:
             continue  # names may be listed or not, whatever the numbers are
-        elif answer["status"] == "error":
-            _judge_refusal(row, function, answer["message"])
-        elif case.expect == "refused" or expected is None:
-            row.add(function, "accepted", f"it found nothing wrong, though: {case.what}")
-        elif function == "verify":
-            row.add("verify", "right")
+        elif answer["status"] == "error" and case.golden and case.expect == "state":
+            row.add(columns, "refused", answer["message"])
+        elif answer["status"] == "error" or (function == "verify" and expected is not None):
+            row.add(columns, "right")
+        elif expected is None:
+            row.add(columns, "accepted", f"it found nothing wrong, though: {case.what}")
         elif function == "list":
             _judge_names(row, expected, parts, answer["names"])
         else:
-            _judge_state(row, function, expected, parts, answer, widens=introduction["widens"])
-    if case.golden and expected is not None and "load" in row.verdicts:  # one answer, which is that of each part
-        verdict, reason = row.verdicts.pop("load"), row.reasons.pop("load", "")
-        for k, part in enumerate(p for p in parts if _list_wanted(expected, p)):
-            row.add(part, verdict, "" if k else reason)
+            _judge_state(row, function, expected, parts, answer, introduction["widens"])
     return row
 
 
 def doubt_refusals(rows: Mapping[str, Row]) -> None:
-    """Set the verdict on a broken case to "unproven" where the program refuses the golden one that it was made of, too.
+    """Set the verdict of load or verify on a broken case to "unproven" where it was right and the same function did not
+    read the golden case that the broken one was made of, either.
 
     Args:
         rows: {name of a case: its row}.
     """
     for row in rows.values():
-        whole = rows.get(row.case.made_of)
-        if whole is not None and set(whole.verdicts[p] for p in PARTS if p in whole.verdicts) == {"refused"}:
-            row.verdicts |= {c: "unproven" for c, v in row.verdicts.items() if v == "right"}
-
-
-def _judge_refusal(row: Row, function: str, message: str) -> None:
-    """Note the verdict on an error, with its message: right if the case is broken."""
-    if row.case.golden and row.case.expect == "state":
-        row.add(function, "refused", message)
-    else:
-        row.add(function, "right")
+        if (whole := rows.get(row.case.made_of)) is None:
+            continue
+        for column in [c for c, verdict in row.verdicts.items() if verdict == "right"]:
+            of_whole = PARTS if column == "load" else (column,)
+            if unread := next((c for c in of_whole if whole.verdicts.get(c) in _NOT_READ), None):
+                why = f"{whole.verdicts[unread]}, {whole.reasons[unread]}"
+                row.add([column], "unproven", f"{whole.case.name}, the whole one that it was made of: {why}")
 
 
 def _judge_names(row: Row, expected: Expected, parts: tuple[str, ...], names: list[str]) -> None:
     """Note the verdict on the names that list returned: those of all tensors of the parts that the program handles."""
-    wanted = {name for name in expected.tensors if _part_of(name) in parts}
-    missing = _list_missing(row.case, wanted, set(names))
-    if expected.stored and set(expected.stored) <= set(names):
-        missing = set()
-    row.add("list", "lost" if missing else "right", _describe(missing))
+    wanted = {name for part in parts if part != "values" for name in _list_wanted(expected, part, names)}
+    missing = _list_missing(row.case, wanted, names)
+    row.add(["list"], *(("lost", f"missing: {_describe(missing)}") if missing else ("right",)))
 
 
 def _judge_state(
@@ -161,36 +145,42 @@ def _judge_state(
         widens: whether the program says that it returns tensors as float32, or some of them.
     """
     entries, verdicts = answer["entries"], {}
-    reference = expected.stored if expected.stored and set(expected.stored) <= set(entries) else expected.tensors
     wide = expected.widened if widens else {}
     for part in parts:
-        if part == "values":
-            wanted: Mapping[str, Any] = expected.values if function == "load" else {}  # save is given tensors
-            invented: set[str] = set()
-        else:
-            wanted = {k: t for k, t in reference.items() if _part_of(k) == part}
-            invented = {k for k in entries if _part_of(k) == part} - set(wanted)
-        if not wanted:
+        wanted = _list_wanted(expected, part, entries)
+        if not wanted or (function == "save" and part == "values"):  # save is given tensors
             continue
-        other = {k for k in wanted if k in entries and entries[k] not in (wanted[k], wide.get(k))}
-        missing = _list_missing(row.case, set(wanted), set(entries))
-        if other or invented:
-            verdicts[part] = "wrong", _describe(other | invented)
+        invented = {k for k in entries if _part_of(k) == part} - wanted.keys()
+        other = {k for k, t in wanted.items() if k in entries and entries[k] not in (t, wide.get(k, t))}
+        missing = _list_missing(row.case, wanted, entries)
+        if other:
+            verdicts[part] = "wrong", f"{_describe(other)}: {_tell_apart(entries[min(other)], wanted[min(other)])}"
+        elif invented:
+            verdicts[part] = "wrong", f"not in the checkpoint: {_describe(invented)}"
         elif missing:
-            verdicts[part] = "named" if missing <= set(answer["left_out"]) else "lost", _describe(missing)
+            strange = min((k for k, v in entries.items() if isinstance(v, list) and not _part_of(k)), default="")
+            why = f"missing: {_describe(missing)}" + (f"; it gave a tensor {strange}, of no part" if strange else "")
+            verdicts[part] = "named" if missing <= set(answer["left_out"]) else "lost", why
         else:
             verdicts[part] = "right", ""
     if function == "load" and row.case.golden:
         for part, (verdict, reason) in verdicts.items():
-            row.add(part, verdict, reason)
-        return
-    worst = next((v for v in verdicts.values() if v[0] != "right"), ("right", ""))
-    row.add(function, *worst)
+            row.add([part], verdict, reason)
+    else:
+        row.add([function], *next((v for v in verdicts.values() if v[0] != "right"), ("right", "")))
 
 
-def _list_wanted(expected: Expected, part: str) -> Mapping[str, Any]:
-    """Return what is expected of a part: {name: its digest, or the value}."""
-    return expected.values if part == "values" else {k: t for k, t in expected.tensors.items() if _part_of(k) == part}
+def _list_wanted(expected: Expected, part: str, found: Collection[str] = ()) -> Mapping[str, Any]:
+    """Return what is expected of a part: {name: its digest, or the value}.
+
+    Args:
+        found: the names that a program gave. If there are names of the files, and all of these are among them, tensors
+            are expected under these, and else under those in memory.
+    """
+    if part == "values":
+        return expected.values
+    stored = expected.stored if expected.stored.keys() <= set(found) else {}
+    return {k: t for k, t in (stored or expected.tensors).items() if _part_of(k) == part}
 
 
 def _part_of(name: str) -> str:
@@ -198,18 +188,23 @@ def _part_of(name: str) -> str:
     return "weights" if name.startswith("model.") else "optimizer" if name.startswith("optim.state.") else ""
 
 
-def _list_missing(case: Case, wanted: set[str], found: set[str]) -> set[str]:
+def _list_missing(case: Case, wanted: Collection[str], found: Collection[str]) -> set[str]:
     """Return the names that are wanted and were not found, but for those that are tied to a found one."""
-    tied = {name for names in case.tied if found & set(names) for name in names}
-    return wanted - found - tied
+    tied = {name for names in case.tied if set(names) & set(found) for name in names}
+    return set(wanted) - set(found) - tied
 
 
 def _describe(names: set[str]) -> str:
-    """Return a text that names the first of some names and counts the others; "" for none."""
-    if not names:
-        return ""
-    first = min(names)
-    return first if len(names) == 1 else f"{first} and {len(names) - 1} more"
+    """Return a text that names the first of some names and counts the others."""
+    return min(names) + (f" and {len(names) - 1} more" if len(names) > 1 else "")
+
+
+def _tell_apart(found: Any, wanted: Any) -> str:
+    """Return in what a digest or value that was found is not the one that is wanted."""
+    if isinstance(found, list) and isinstance(wanted, list) and found[:2] == wanted[:2]:
+        return "other elements"
+    texts = [f"{t[0]} {t[1]}" if isinstance(t, list) else str(t) for t in (found, wanted)]
+    return f"{texts[0]}, not {texts[1]}"
 
 
 def summarise(rows: list[Row]) -> dict[str, dict[str, int]]:
