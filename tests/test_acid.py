@@ -126,6 +126,8 @@ HONEST = """
 import json, os, sys, time
 import numpy as np
 def load(path, about):
+    if "expected" in str(os.listdir(os.path.dirname(path))):
+        raise AssertionError("a program could read the answer")
     with open(path) as f:
         said = json.load(f)
     if said.get("sum") != 11.75:
@@ -146,6 +148,11 @@ def save(state, path, layout):
 #: {what a program does: (what is changed in the honest one, {case: {column: verdict}} where they are others)}.
 LIARS: dict[str, tuple[str, dict[str, dict[str, str]]]] = {
     "is honest": ("", {}),
+    "has a dataclass and says one part": (
+        "from __future__ import annotations\nfrom dataclasses import dataclass\nCLAIMS = {'made_up': ('weights')}\n"
+        "@dataclass\nclass Options:\n strict: bool = True\n",
+        {"whole": {"optimizer": "", "values": ""}},
+    ),
     "prints garbage": ("def load(path, about, load=load):\n print('{]' * 9000, flush=True); return load(path, about)", {}),
     "drops a tensor": (
         "def load(path, about, load=load):\n d = load(path, about); d.pop('model.b'); return d",
@@ -226,6 +233,8 @@ REASONS = {
     "changes a dtype": ("whole", "weights", "model.b: float64 [1], not float32 [1]"),
     "invents a tensor": ("whole", "optimizer", "not in the checkpoint: optim.state.b.exp_avg"),
     "has another learning rate": ("whole", "values", "optim.param_groups.0.lr: 0.2, not 0.1"),
+    "crashes": ("broken", "load", "its process ended with signal 6, Aborted"),
+    "hangs on a broken one": ("broken", "load", "no answer in 3 s"),
 }
 RIGHT = {
     "whole": dict.fromkeys(("weights", "optimizer", "values", "list", "verify", "save"), "right"),
@@ -255,7 +264,8 @@ def kit(tmp_path_factory: pytest.TempPathFactory) -> Path:
         }  # fmt: skip
         (case / "case.json").write_text(json.dumps(about))
         if golden:
-            save_file({k: np.array(v, "f4") for k, v in TRUE.items()}, case / "expected.safetensors")
+            for state in ("expected.safetensors", "expected_as_stored.safetensors"):
+                save_file({k: np.array(v, "f4") for k, v in TRUE.items()}, case / state)
             (case / "expected.json").write_text('{"values": {"optim.param_groups.0.lr": 0.1}}')
     (folder / "kit.json").write_text(json.dumps({"version": 1, "cases": ["whole", "broken", "evil"]}))
     return folder
@@ -265,7 +275,7 @@ def kit(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_a_program_that(what: str, kit: Path, tmp_path: Path) -> None:
     change, others = LIARS[what]
     program = tmp_path / "program.py"
-    program.write_text(HONEST + change)
+    program.write_text(change + HONEST if "__future__" in change else HONEST + change)
     done = acid(str(program), kit=str(kit), seconds=3 if "hangs" in what else 60, processes=1)
     found = {row.case.name: row.verdicts for row in done.rows}
     wanted = {name: {c: v for c, v in (row | others.get(name, {})).items() if v} for name, row in RIGHT.items()}

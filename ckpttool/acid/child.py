@@ -3,17 +3,20 @@
 It is started by its path, `python child.py PROGRAM`, and imports nothing of ckpttool, so that a program may have a
 Python with other packages. It reads one request a line from stdin and writes one answer a line to stdout, both JSON:
 
-    first answer  {"name", "versions", "functions", "claims", "saves", "widens"}, or {"error"} if it cannot be imported
-    request       {"function", "folder", "path", "about", "layout", "expected", "seconds"}
+    first answer  {"status": "ok", "name", "versions", "functions", "claims", "saves", "widens"}, or {"status": "error",
+                  "message"} if it cannot be imported
+    request       {"function", "folder", "path", "about", "seconds"}
     answer        {"status": "ok", "error", "crashed" or "hung", "message", "canary", "entries", "left_out", "names"}
 
-`entries` has {name: [dtype, shape, SHA-256 of the elements]} of tensors and {name: the value} of others. A program's
-functions may print, end the process, or do anything: each runs in a fork with a folder of its own and a time limit.
+`message` says why the status is not "ok". `entries` has {name: [dtype, shape, SHA-256 of the elements]} of tensors and
+{name: the value} of others. A program's functions may print, end the process, or do anything: each runs in a fork with
+a folder of its own and a time limit.
 """
 
 from __future__ import annotations
 
 import hashlib
+import importlib
 import importlib.util
 import json
 import os
@@ -29,7 +32,6 @@ from typing import Any
 
 __all__ = ["describe", "main"]
 
-FUNCTIONS = ("load", "save", "list", "verify")
 #: The file that code in a malicious checkpoint makes, in the folder in which a function runs.
 CANARY = "acid-canary"
 
@@ -53,7 +55,7 @@ def _import_program(path: str) -> Any:
     spec = importlib.util.spec_from_file_location("acid_program", path)
     if spec is None or spec.loader is None:
         raise ImportError(f"{path} is not a Python file")
-    module = importlib.util.module_from_spec(spec)
+    module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
     sys.path.insert(0, os.path.dirname(os.path.abspath(path)))
     spec.loader.exec_module(module)
     return module
@@ -62,22 +64,26 @@ def _import_program(path: str) -> Any:
 def _introduce(module: Any, path: str) -> dict[str, Any]:
     """Return what a program says of itself: the first answer."""
     return {
+        "status": "ok",
         "name": str(getattr(module, "NAME", Path(path).stem)),
         "versions": {str(k): str(v) for k, v in getattr(module, "VERSIONS", {}).items()},
-        "functions": [f for f in FUNCTIONS if callable(getattr(module, f, None))],
-        "claims": {k: list(v) for k, v in module.CLAIMS.items()} if hasattr(module, "CLAIMS") else None,
-        "saves": list(getattr(module, "SAVES", ())),
+        "functions": [f for f in ("load", "save", "list", "verify") if callable(getattr(module, f, None))],
+        "claims": {k: _list_texts(v) for k, v in module.CLAIMS.items()} if hasattr(module, "CLAIMS") else None,
+        "saves": _list_texts(getattr(module, "SAVES", ())),
         "widens": bool(getattr(module, "WIDENS", False)),
     }
 
 
-def _read_expected(path: str) -> dict[str, Any]:
-    """Return the tensors of expected.safetensors for a program to save: of torch, if the program has imported that, or
-    else of numpy."""
-    from importlib import import_module
+def _list_texts(given: Any) -> list[str]:
+    """Return a list of texts, of which one may be given alone: ("weights") is no tuple."""
+    return [given] if isinstance(given, str) else list(given)
 
-    read = import_module("safetensors.torch" if "torch" in sys.modules else "safetensors.numpy").load_file
-    return dict(read(path))
+
+def _read_expected(folder: str) -> dict[str, Any]:
+    """Return the tensors that a case holds, for a program to save: of torch, if the program has imported that, or else
+    of numpy."""
+    read = importlib.import_module("safetensors.torch" if "torch" in sys.modules else "safetensors.numpy").load_file
+    return dict(read(os.path.join(folder, "expected.safetensors")))
 
 
 def _call(module: Any, request: Mapping[str, Any]) -> dict[str, Any]:
@@ -96,13 +102,19 @@ def _call(module: Any, request: Mapping[str, Any]) -> dict[str, Any]:
     path = request["path"]
     if function == "save":
         path = os.path.join(os.getcwd(), "saved")
-        module.save(_read_expected(request["expected"]), path, request["layout"])
+        module.save(_read_expected(request["folder"]), path, request["about"]["layout"])
     found, left_out = module.load(path, request["about"]), []
     if isinstance(found, tuple):
         found, left_out = found
     if not isinstance(found, Mapping):
         raise TypeError(f"load returned {type(found).__name__}, not a dict of names to tensors")
     return {"entries": {str(k): describe(v) for k, v in found.items()}, "left_out": sorted(map(str, left_out))}
+
+
+def _shorten(error: BaseException) -> str:
+    """Return the class and the text of an error, without the middle of a long one."""
+    text = f"{type(error).__name__}: {error}"
+    return text if len(text) < 1000 else f"{text[:400]} ...\n{text[-600:]}"
 
 
 def _run_in_fork(module: Any, request: Mapping[str, Any], report: str) -> None:
@@ -114,8 +126,7 @@ def _run_in_fork(module: Any, request: Mapping[str, Any], report: str) -> None:
     try:
         answer = {"status": "ok", **_call(module, request)}
     except BaseException as e:
-        text = f"{type(e).__name__}: {e}"
-        answer = {"status": "error", "message": text if len(text) < 1000 else f"{text[:400]} ...\n{text[-600:]}"}
+        answer = {"status": "error", "message": _shorten(e)}
     with open(report + ".part", "w", encoding="utf-8") as file:
         json.dump(answer, file)
     os.rename(report + ".part", report)
@@ -124,33 +135,25 @@ def _run_in_fork(module: Any, request: Mapping[str, Any], report: str) -> None:
 
 def _wait(child: int, seconds: float) -> tuple[bool, int]:
     """Wait for a process, and kill it and its children after `seconds`: (whether it ended by itself, its status)."""
-    end = time.monotonic() + seconds
+    end, ended, status = time.monotonic() + seconds, 0, 0
     try:
-        while time.monotonic() < end:
-            done, status = os.waitpid(child, os.WNOHANG)
-            if done:
-                return True, status
+        while not ended and time.monotonic() < end:
             time.sleep(0.005)
-    except KeyboardInterrupt:
-        _kill(child)
-        raise
-    _kill(child)
-    return False, os.waitpid(child, 0)[1]
-
-
-def _kill(child: int) -> None:
-    """Kill a process, and its group, which there is once it has called setsid."""
-    for kill in (os.killpg, os.kill):
-        with suppress(ProcessLookupError):
-            kill(child, signal.SIGKILL)
+            ended, status = os.waitpid(child, os.WNOHANG)
+    finally:
+        if not ended:
+            for kill in (os.killpg, os.kill):  # its group is there once it has called setsid
+                with suppress(ProcessLookupError):
+                    kill(child, signal.SIGKILL)
+            os.waitpid(child, 0)
+    return bool(ended), status
 
 
 def _answer(module: Any, request: dict[str, Any]) -> dict[str, Any]:
     """Answer a request: copy the case to a folder of its own, call the function there, and look for the canary."""
     with tempfile.TemporaryDirectory(prefix="acid-") as work:
         case = os.path.join(work, "case")
-        hidden = shutil.ignore_patterns("case.json", "expected.*")
-        shutil.copytree(request["folder"], case, ignore=hidden)
+        shutil.copytree(request["folder"], case, ignore=shutil.ignore_patterns("case.json", "expected*"))
         request["path"] = os.path.join(case, request["path"])
         about = request["about"]
         if "flat_layout" in about:
@@ -166,12 +169,11 @@ def _answer(module: Any, request: dict[str, Any]) -> dict[str, Any]:
         ended, status = _wait(child, request["seconds"])
         os.chdir("/")
         if not ended:
-            answer: dict[str, Any] = {"status": "hung", "message": f"no answer in {request['seconds']} s"}
+            answer: dict[str, Any] = {"status": "hung", "message": f"no answer in {request['seconds']:g} s"}
         elif not os.path.exists(report):
-            answer = {
-                "status": "crashed",
-                "message": f"the process ended with status {os.waitstatus_to_exitcode(status)}",
-            }
+            code = os.waitstatus_to_exitcode(status)
+            how = f"status {code}" if code >= 0 else f"signal {-code}, {signal.strsignal(-code)}"
+            answer = {"status": "crashed", "message": f"its process ended with {how}"}
         else:
             answer = json.loads(Path(report).read_text(encoding="utf-8"))
         answer["canary"] = os.path.exists(os.path.join(work, CANARY))
@@ -182,19 +184,14 @@ def main(path: str) -> None:
     """Introduce the program in the file at `path`, and answer requests until stdin ends."""
     answers = os.fdopen(os.dup(1), "w", encoding="utf-8", buffering=1)
     os.dup2(2, 1)
-
-    def say(answer: dict[str, Any]) -> None:
-        """Write an answer."""
-        answers.write(json.dumps(answer) + "\n")
-
     try:
         module = _import_program(path)
         introduction = _introduce(module, path)
-    except Exception as e:
-        return say({"error": f"{type(e).__name__}: {e}"[:500]})
-    say(introduction)
+    except BaseException as e:  # also sys.exit of a script that is not made to be imported
+        return print(json.dumps({"status": "error", "message": _shorten(e)}), file=answers)
+    print(json.dumps(introduction), file=answers)
     for line in sys.stdin:
-        say(_answer(module, json.loads(line)))
+        print(json.dumps(_answer(module, json.loads(line))), file=answers)
 
 
 if __name__ == "__main__":
