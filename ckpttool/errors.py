@@ -309,6 +309,7 @@ _FLAGS = {
     "hold": "--legal-hold",
     "identities": "--identity",
     "certificates": "--cert",
+    "cases": "--case",
 }
 
 

@@ -17,7 +17,7 @@ from safetensors.numpy import save_file
 
 import ckpttool
 from ckpttool.acid.child import describe
-from ckpttool.acid.kit import open_kit, read_expected
+from ckpttool.acid.kit import choose_cases, open_kit, read_expected
 from ckpttool.acid.run import acid
 from ckpttool.errors import Corrupt, NotRecognised, Unsafe, Unsupported, UsageError
 from fixtures import acid_kit
@@ -45,9 +45,9 @@ def program_at(path: Path) -> Any:
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 def test_what_is_expected_is_what_torch_reads() -> None:
     torch_program = program_at(REPOSITORY / "bench" / "acid" / "of_torch_dcp.py")
-    with open_kit(None, ("dcp_awkward", "dcp_zstd", "full_*")) as cases:
+    with open_kit(None) as cases:
         read = 0
-        for case in (c for c in cases if c.expect == "state"):
+        for case in (c for c in choose_cases(cases, ("dcp_awkward", "dcp_zstd", "full_*")) if c.expect == "state"):
             expected = read_expected(case)
             assert expected is not None
             found = torch_program.load(str(case.folder / case.path), case.about)
@@ -75,8 +75,8 @@ def test_ckpttool_reads_the_golden_cases_and_refuses_the_broken_ones() -> None:
         "dcp_*",
     )
     accepted = set()
-    with open_kit(None, some) as cases:
-        for case in cases:
+    with open_kit(None) as cases:
+        for case in choose_cases(cases, some):
             how = {k: str(case.folder / v) for k, v in case.about.items() if k == "flat_layout"}
             path = case.folder / case.path
             if not case.golden and case.fault != "tied and diverged":
@@ -115,8 +115,8 @@ def test_a_kit_that_is_none_or_is_damaged_is_refused(tmp_path: Path) -> None:
     ]:
         with pytest.raises(kind):
             run(kit)
-    with pytest.raises(UsageError, match="dcp_awkward"), open_kit(None, ("xyzzy",)):
-        pass
+    with open_kit(None) as cases, pytest.raises(UsageError, match=r"cases='xyzzy' matches no case; .*dcp_awkward"):
+        choose_cases(cases, ("full_*", "xyzzy"))
 
 
 # ---------------------------------------------------------------------------------------------------------- programs
@@ -285,6 +285,23 @@ def test_a_program_that(what: str, kit: Path, tmp_path: Path) -> None:
         assert {row.case.name: row.reasons for row in done.rows}[case][column] == reason
     bad = {"lost", "wrong", "accepted", "ran code", "crashed", "hung"}
     assert done.passed == (not any(v in bad for row in wanted.values() for v in row.values()))
+
+
+def test_a_broken_case_alone_has_the_verdict_of_a_full_run(kit: Path, tmp_path: Path) -> None:
+    program = tmp_path / "program.py"
+    program.write_text(HONEST + LIARS["refuses everything"][0])
+    done = acid(str(program), kit=str(kit), cases=("br*",), processes=1)
+    assert {row.case.name: row.verdicts for row in done.rows} == {"broken": {"load": "unproven", "verify": "unproven"}}
+    assert done.rows[0].reasons["load"] == "whole, the whole one that it was made of: refused, ValueError: no"
+    assert done.also_run == ["whole"] and done.passed and done.summary["golden"] == {}
+
+    lines = ckpttool_here("acid", str(program), "--kit", str(kit), "--case", "broken")
+    assert "broken  load unproven, verify unproven\n" in lines.stdout and "golden: no verdicts\n" in lines.stdout
+    assert "also run, but not listed, since broken ones were made of it: whole\n" in lines.stderr
+
+    program.write_text(HONEST)
+    done = acid(str(program), kit=str(kit), cases=("broken", "whole"), processes=1)
+    assert [row.verdicts for row in done.rows] == [RIGHT["whole"], RIGHT["broken"]] and done.also_run == []
 
 
 def test_verify_alone_is_doubted_too(kit: Path, tmp_path: Path) -> None:

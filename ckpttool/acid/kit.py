@@ -6,8 +6,9 @@ state may be expected, expected.safetensors and expected.json. docs/explanation/
 
 from __future__ import annotations
 
+import os
 import tarfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
@@ -20,11 +21,11 @@ from typing import Any
 
 from ..bounded_json import parse
 from ..engine.copy.dtypes import numpy_dtype
-from ..errors import Corrupt, NotRecognised, Unsupported, UsageError
+from ..errors import Corrupt, NotRecognised, Unsupported, UsageError, argument
 from ..formats.safetensors_header import slots
 from ..storage.sources import open_source
 
-__all__ = ["KIT_VERSION", "Case", "Expected", "open_kit", "read_expected"]
+__all__ = ["KIT_VERSION", "Case", "Expected", "choose_cases", "open_kit", "read_expected"]
 
 KIT_VERSION = 1
 
@@ -41,9 +42,10 @@ class Case:
         what: the trick, or the fault, in words.
         expect: "state": its state is to be loaded; "refused"; or "either".
         path: the checkpoint, from `folder`.
+        layout: a key of the kit's layouts.json.
         parts: what it holds: "weights", "optimizer".
         touches: which of these a fault is in.
-        made_of: the golden case that a broken one was made of; "" if it is golden.
+        made_of: the name of the golden case that a broken one was made of; "" if it is golden.
         tied: names of one tensor; one of them is enough.
         about: what a program is told: "layout", "world_size", "flat_layout".
     """
@@ -55,16 +57,12 @@ class Case:
     what: str
     expect: str
     path: str
+    layout: str
     parts: tuple[str, ...]
     touches: tuple[str, ...]
     made_of: str
     tied: tuple[tuple[str, ...], ...]
     about: Mapping[str, Any]
-
-    @property
-    def layout(self) -> str:
-        """Return the layout, a key of the kit's layouts.json."""
-        return str(self.about["layout"])
 
 
 @dataclass(frozen=True)
@@ -85,48 +83,51 @@ class Expected:
 
 
 @contextmanager
-def open_kit(path: str | None, patterns: tuple[str, ...] = ()) -> Iterator[list[Case]]:
+def open_kit(path: str | None) -> Iterator[list[Case]]:
     """Yield the cases of a kit, which is unpacked while the context lasts.
 
     Args:
         path: a .tar.xz, or a folder with the unpacked kit; None: the one that comes with ckpttool.
-        patterns: globs of the names of cases; none: all.
 
     Raises:
-        NotRecognised: it is no kit. Corrupt: it is damaged. Unsupported: it is a later version.
-        UsageError: no case has such a name.
+        NotRecognised: it is no kit. Corrupt: it is damaged. Unsupported: it is of another version.
     """
     kit = Path(path) if path is not None else Path(str(files("ckpttool.acid").joinpath("kit.tar.xz")))
     with TemporaryDirectory(prefix="ckpttool-acid-") as work:
         if not kit.is_dir():
             _unpack(kit, work)
-        cases = _list_cases(kit if kit.is_dir() else Path(work), str(kit))
-        chosen = [c for c in cases if not patterns or any(fnmatchcase(c.name, p) for p in patterns)]
-        if not chosen:
-            raise UsageError(
-                f"No case is called {', '.join(patterns)}; the kit has {', '.join(c.name for c in cases)}.",
-                code="CKPT0203",
-            )
-        yield chosen
+        yield _list_cases(kit if kit.is_dir() else Path(work), str(kit))
+
+
+def choose_cases(cases: Sequence[Case], patterns: Sequence[str]) -> list[Case]:
+    """Return the cases whose names match one of some globs, in the kit's order; all of them if there are no globs.
+
+    Raises:
+        UsageError: a glob matches no name.
+    """
+    if unknown := [p for p in patterns if not any(fnmatchcase(c.name, p) for c in cases)]:
+        raise UsageError(
+            f"{argument('cases', unknown[0])} matches no case; the kit has {', '.join(c.name for c in cases)}.",
+            code="CKPT0203",
+        )
+    return [c for c in cases if not patterns or any(fnmatchcase(c.name, p) for p in patterns)]
 
 
 def _unpack(kit: Path, folder: str) -> None:
     """Unpack a kit.
 
     Raises:
-        NotRecognised: there is no such file, or it is not a .tar.xz. Corrupt: it is cut.
+        NotRecognised: there is no such file, or it is not a .tar.xz. Corrupt: it is cut or damaged.
     """
     try:
-        packed = tarfile.open(kit, "r:xz")  # noqa: SIM115 (what fails here is told apart from what fails below)
-    except (FileNotFoundError, EOFError, LZMAError, tarfile.TarError) as e:
+        with tarfile.open(kit, "r:xz") as packed:
+            packed.extractall(folder, filter="data")
+    except (EOFError, LZMAError) as e:
+        raise Corrupt(f"{kit}: the kit is damaged ({e}). Fetch it again.", code="CKPT0403") from None
+    except (FileNotFoundError, tarfile.TarError) as e:
         raise NotRecognised(
             f"{kit}: not a kit of the acid test ({e}). Give a .tar.xz or a folder.", code="CKPT0301"
         ) from None
-    try:
-        with packed:
-            packed.extractall(folder, filter="data")
-    except (EOFError, LZMAError, tarfile.TarError) as e:
-        raise Corrupt(f"{kit}: the kit is damaged ({e}). Fetch it again.", code="CKPT0403") from None
 
 
 def _list_cases(folder: Path, what: str) -> list[Case]:
@@ -136,7 +137,8 @@ def _list_cases(folder: Path, what: str) -> list[Case]:
         what: the kit's path, for messages.
 
     Raises:
-        NotRecognised: it is no kit. Unsupported: it is of another version. Corrupt: a case is incomplete.
+        NotRecognised: it is no kit, or lacks a case. Unsupported: it is of another version. Corrupt: a case is
+            incomplete.
     """
     try:
         said = parse((folder / "kit.json").read_bytes(), f"{what}: kit.json")
@@ -147,9 +149,16 @@ def _list_cases(folder: Path, what: str) -> list[Case]:
             )
         return [_read_case(folder / "cases" / name) for name in said["cases"]]
     except FileNotFoundError as e:
-        raise NotRecognised(f"{what}: not a kit of the acid test; it has no {e.filename}.", code="CKPT0301") from None
+        raise NotRecognised(
+            f"{what}: not a kit of the acid test; it has no {os.path.relpath(e.filename, folder)}. Give a .tar.xz or a "
+            "folder.",
+            code="CKPT0301",
+        ) from None
     except (KeyError, TypeError) as e:
-        raise Corrupt(f"{what}: a case lacks {e}.", code="CKPT0406") from None
+        raise Corrupt(
+            f"{what}: kit.json or a case.json of the kit is incomplete ({e}). Fetch the kit, or pack it, again.",
+            code="CKPT0406",
+        ) from None
 
 
 def _read_case(folder: Path) -> Case:
@@ -167,6 +176,7 @@ def _read_case(folder: Path) -> Case:
         what=said["what"],
         expect=said["expect"],
         path=said["path"],
+        layout=said["about"]["layout"],
         parts=tuple(said["parts"]),
         touches=tuple(said["touches"]),
         made_of=said["made_of"] or "",
@@ -188,6 +198,8 @@ def read_expected(case: Case) -> Expected | None:
 
 def _read_digests(folder: Path, name: str) -> tuple[dict[str, list[Any]], dict[str, list[Any]]]:
     """Return {tensor: [dtype, shape, SHA-256]} of a safetensors file in a folder, and the same in float32."""
+    import numpy as np
+
     data = (folder / name).read_bytes()
     with open_source(str(folder)) as source:
         found = slots(source, name)
@@ -195,13 +207,7 @@ def _read_digests(folder: Path, name: str) -> tuple[dict[str, list[Any]], dict[s
     widened: dict[str, list[Any]] = {}
     for key, slot in found.items():
         body = data[slot.offset : slot.offset + slot.length]
+        wide = np.frombuffer(body, numpy_dtype(slot.dtype)).astype(np.float32).tobytes()
         tensors[key] = [slot.dtype, list(slot.shape), sha256(body).hexdigest()]
-        widened[key] = ["float32", list(slot.shape), _hash_in_float32(body, slot.dtype)]
+        widened[key] = ["float32", list(slot.shape), sha256(wide).hexdigest()]
     return tensors, widened
-
-
-def _hash_in_float32(data: bytes, dtype: str) -> str:
-    """Return the SHA-256 of elements, given as bytes of a dtype, as float32."""
-    import numpy as np
-
-    return sha256(np.frombuffer(data, numpy_dtype(dtype)).astype(np.float32).tobytes()).hexdigest()

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import os
-import queue
 import subprocess
 import sys
 import threading
+import time
+from collections import Counter
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -15,8 +16,8 @@ from typing import Any
 
 from ..bounded_json import encode, parse
 from ..errors import NotRecognised, UsageError, argument
-from .kit import KIT_VERSION, Case, open_kit, read_expected
-from .scoring import FAILURES, Row, doubt_refusals, judge, list_functions, list_parts, summarise
+from .kit import KIT_VERSION, Case, choose_cases, open_kit, read_expected
+from .scoring import FAILURES, Row, doubt_refusals, judge, list_functions, list_parts
 
 __all__ = ["AcidResult", "acid"]
 
@@ -31,14 +32,25 @@ class AcidResult:
     Attributes:
         program: its name.
         versions: {package: version}, as the program says.
-        rows: the verdicts on each case that the program handles.
-        others: names of the cases that it does not handle.
+        rows: the verdicts on each chosen case that the program handles.
+        others: names of the chosen cases that it does not handle.
+        also_run: names of whole cases that were not chosen and were run, to see whether the program reads what the
+            chosen broken ones were made of. They have no rows.
     """
 
     program: str
     versions: Mapping[str, str]
     rows: list[Row]
     others: list[str]
+    also_run: list[str]
+
+    @property
+    def summary(self) -> dict[str, dict[str, int]]:
+        """Return {"golden" or "broken": {verdict: how many there are}}, the most frequent first."""
+        counted: dict[str, Counter[str]] = {"golden": Counter(), "broken": Counter()}
+        for row in self.rows:
+            counted["golden" if row.case.golden else "broken"].update(row.verdicts.values())
+        return {kind: dict(c.most_common()) for kind, c in counted.items()}
 
     @property
     def passed(self) -> bool:
@@ -52,9 +64,10 @@ class AcidResult:
             "versions": dict(self.versions),
             "kit_version": KIT_VERSION,
             "passed": self.passed,
-            "summary": summarise(self.rows),
+            "summary": self.summary,
             "cases": [row.to_json() for row in self.rows],
             "not_its_layout": self.others,
+            "also_run": self.also_run,
         }
 
 
@@ -86,48 +99,36 @@ class _Session:
                 code="CKPT0203",
             ) from None
         self.introduction = self._read(_IMPORT_SECONDS)
-        if "error" in self.introduction or self.introduction["status"] != "ok":
-            said = self.introduction.get("error") or self.introduction["message"]
+        if self.introduction["status"] != "ok":
             self.close()
-            raise UsageError(f"{program} cannot be imported by {python}: {said}.", code="CKPT0203")
+            raise UsageError(
+                f"{program} cannot be imported by {python}: {self.introduction['message']}.", code="CKPT0203"
+            )
 
     def ask(self, case: Case, function: str, seconds: float) -> dict[str, Any]:
         """Call a function of the program on a case: its answer (child.py)."""
-        request = {
-            "function": function,
-            "folder": str(case.folder),
-            "path": case.path,
-            "about": dict(case.about),
-            "layout": case.layout,
-            "expected": str(case.folder / "expected.safetensors"),
-            "seconds": seconds,
-        }
+        request = {"function": function, "folder": str(case.folder), "path": case.path, "about": dict(case.about)}
         assert self._process.stdin is not None
         try:
-            self._process.stdin.write(encode(request) + b"\n")
+            self._process.stdin.write(encode(request | {"seconds": seconds}) + b"\n")
             self._process.stdin.flush()
         except BrokenPipeError:
-            return {"status": "crashed", "message": "the program has ended the process that starts its functions"}
+            return {"status": "crashed", "message": "its process ended in a call before this one"}
         return self._read(seconds + 60)
 
     def _read(self, seconds: float) -> dict[str, Any]:
         """Read an answer; "crashed" or "hung" if the process itself gives none."""
         assert self._process.stdout is not None
-        late = threading.Event()
-
-        def end() -> None:
-            """End a process that does not answer."""
-            late.set()
-            self._process.kill()
-
-        timer = threading.Timer(seconds, end)
+        end = time.monotonic() + seconds
+        timer = threading.Timer(seconds, self._process.kill)
         timer.start()
         line = self._process.stdout.readline()
         timer.cancel()
         if not line:
-            how = "hung" if late.is_set() else "crashed"
-            return {"status": how, "message": "the process that starts the functions gave no answer"}
-        answer: dict[str, Any] = {"status": "ok"} | parse(line, "the answer of a program")
+            hung = time.monotonic() >= end
+            said = f"gave no answer in {seconds:g} s" if hung else "ended"
+            return {"status": "hung" if hung else "crashed", "message": f"its process {said}"}
+        answer: dict[str, Any] = parse(line, "the answer of a program")
         return answer
 
     def close(self) -> None:
@@ -142,8 +143,8 @@ def acid(
     cases: tuple[str, ...] = (),
     seconds: float = 60,
     processes: int = 2,
-    python: str = sys.executable,
-    progress: Callable[[str, int, int], None] = lambda *_: None,
+    python: str | None = None,
+    progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> AcidResult:
     """Run a program over the cases of a kit, and judge what it makes of each.
 
@@ -153,48 +154,47 @@ def acid(
         cases: globs of the names of cases; none: all.
         seconds: the limit of each call.
         processes: how many processes share the cases.
-        python: the interpreter that runs the program.
-        progress: called with ("acid", cases done, all cases).
+        python: the interpreter that runs the program; None: the one that runs ckpttool.
+        progress: called with (cases done, all cases).
 
     Raises:
-        NotRecognised: there is no such program, or it is no kit. Unsupported: it is a later one.
-        Corrupt: the kit is damaged. UsageError: the program cannot be imported, or no case has such a name.
+        NotRecognised: there is no such program, or it is no kit. Unsupported: it is a kit of another version.
+        Corrupt: the kit is damaged. UsageError: the program cannot be imported, or a glob matches no case.
     """
     if not os.path.isfile(program):
         raise NotRecognised(
             f"{program}: there is no such file. Give a Python file with the function load.", code="CKPT0302"
         )
-    with open_kit(kit, cases) as chosen:
-        waiting: queue.SimpleQueue[Case] = queue.SimpleQueue()
-        for case in chosen:
-            waiting.put(case)
-        rows: dict[str, Row] = {}
-        sessions: list[_Session] = []
-        done_cases: list[Case] = []
+    with open_kit(kit) as every:
+        chosen = choose_cases(every, cases)
+        needed = {c.made_of for c in chosen} - {c.name for c in chosen}
+        unlisted = [c for c in every if c.name in needed]
+        total = len(unlisted) + len(chosen)
+        waiting = iter(unlisted + chosen)  # of a list, which threads may share
+        found: dict[str, Row | None] = {}
 
-        def work() -> None:
-            """Take cases while there are some."""
-            session = _Session(program, python)
-            sessions.append(session)
+        def work(_: int) -> Mapping[str, Any]:
+            """Examine cases while there are some; return what the program says of itself."""
+            session = _Session(program, python or sys.executable)
             try:
-                while not waiting.empty():
-                    case = waiting.get_nowait()
-                    if row := _examine(session, case, seconds):
-                        rows[case.name] = row
-                    done_cases.append(case)
-                    progress("acid", len(done_cases), len(chosen))
-            except queue.Empty:
-                pass
+                for case in waiting:
+                    found[case.name] = _examine(session, case, seconds)
+                    progress(len(found), total)
             finally:
                 session.close()
+            return session.introduction
 
         with ThreadPoolExecutor(processes) as pool:
-            for done in [pool.submit(work) for _ in range(min(processes, len(chosen)))]:
-                done.result()
+            said, *_ = pool.map(work, range(min(processes, total)))
+    rows = {name: row for name, row in found.items() if row is not None}
     doubt_refusals(rows)
-    said = sessions[0].introduction
-    ordered = [rows[c.name] for c in chosen if c.name in rows]
-    return AcidResult(said["name"], said["versions"], ordered, [c.name for c in chosen if c.name not in rows])
+    return AcidResult(
+        program=said["name"],
+        versions=said["versions"],
+        rows=[rows[c.name] for c in chosen if c.name in rows],
+        others=[c.name for c in chosen if c.name not in rows],
+        also_run=[c.name for c in unlisted if c.name in rows],
+    )
 
 
 def _examine(session: _Session, case: Case, seconds: float) -> Row | None:

@@ -6,14 +6,13 @@ fault in what it does not handle is not counted against it.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from .kit import Case, Expected
 
-__all__ = ["FAILURES", "PARTS", "Row", "doubt_refusals", "judge", "list_functions", "list_parts", "summarise"]
+__all__ = ["FAILURES", "PARTS", "Row", "doubt_refusals", "judge", "list_functions", "list_parts"]
 
 PARTS = ("weights", "optimizer", "values")
 #: Verdicts that a program should never get.
@@ -205,12 +204,3 @@ def _tell_apart(found: Any, wanted: Any) -> str:
         return "other elements"
     texts = [f"{t[0]} {t[1]}" if isinstance(t, list) else str(t) for t in (found, wanted)]
     return f"{texts[0]}, not {texts[1]}"
-
-
-def summarise(rows: list[Row]) -> dict[str, dict[str, int]]:
-    """Count the verdicts: {"golden" or "broken": {verdict: how many}}, the most frequent first."""
-    out = {}
-    for kind, golden in (("golden", True), ("broken", False)):
-        counted = Counter(v for row in rows if row.case.golden == golden for v in row.verdicts.values())
-        out[kind] = dict(counted.most_common())
-    return out

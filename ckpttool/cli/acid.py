@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -30,7 +29,9 @@ def acid(
     program: Annotated[
         str,
         typer.Argument(
-            help="A Python file with the functions load, save, list and verify, or some of them.", show_default=False
+            help="A Python file with functions load(path, about), list(path, about), verify(path, about) and "
+            "save(state, path, layout), or some of them.",
+            show_default=False,
         ),
     ],
     kit: Annotated[
@@ -40,12 +41,16 @@ def acid(
     case: Annotated[
         list[str] | None, typer.Option("--case", help="Run the cases of these names; repeatable.", metavar="GLOB")
     ] = None,
-    limit: Annotated[float, typer.Option("--limit", help="Seconds that a call may take.", min=0.1)] = 60,
+    limit: Annotated[
+        float, typer.Option("--limit", help="Seconds after which a call counts as hung.", min=0.1, max=86_400)
+    ] = 60,
     processes: Annotated[int, typer.Option("--processes", help="Processes that share the cases.", min=1)] = 2,
     python: Annotated[
         str | None,
         typer.Option(
-            "--python", help="The interpreter that runs the program.  [default: ckpttool's own]", metavar="PATH"
+            "--python",
+            help="The interpreter, 3.11 or later, that runs the program.  [default: ckpttool's own]",
+            metavar="PATH",
         ),
     ] = None,
     as_json: Json = False,
@@ -54,7 +59,7 @@ def acid(
     """Run a program that reads checkpoints over small whole and broken ones, and print what it makes of each."""
     from ..acid.run import acid as run
 
-    def progress(_: str, cases: int, total: int) -> None:
+    def progress(cases: int, total: int) -> None:
         """Print a line for every tenth case."""
         if cases % 10 == 0 or cases == total:
             note(f"{cases} of {total} cases", quiet or as_json)
@@ -66,7 +71,7 @@ def acid(
             cases=tuple(case or ()),
             seconds=limit,
             processes=processes,
-            python=python or sys.executable,
+            python=python,
             progress=progress,
         )
     if as_json:
@@ -80,15 +85,15 @@ def acid(
 
 def _print_card(done: AcidResult, quiet: bool) -> None:
     """Print the verdicts on each case, why they are not right, and how many there are of each."""
-    from ..acid.scoring import summarise
-
     width = max((len(row.case.name) for row in done.rows), default=0)
     for row in done.rows:
         verdicts = [f"{c} {row.verdicts[c]}" for c in _COLUMNS if c in row.verdicts]
-        say(f"{row.case.name:{width}s}  {', '.join(verdicts)}")
+        say(f"{row.case.name:{width}s}  {', '.join(verdicts) or 'no verdict'}")
         for column, reason in row.reasons.items():
             say(f"{'':{width}s}    {column}: {reason.splitlines()[0]}")
-    for kind, counted in summarise(done.rows).items():
+    for kind, counted in done.summary.items():
         say(f"{kind}: {', '.join(f'{n} {verdict}' for verdict, n in counted.items()) or 'no verdicts'}")
     if done.others:
-        note(f"not its layout: {', '.join(done.others)}", quiet)
+        note(f"not its layout, or not what it claims of it: {', '.join(done.others)}", quiet)
+    if done.also_run:
+        note(f"also run, but not listed, since broken ones were made of it: {', '.join(done.also_run)}", quiet)
