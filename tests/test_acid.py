@@ -331,3 +331,39 @@ def test_a_program_that_is_none_is_refused(kit: Path, tmp_path: Path) -> None:
         acid(str(program), kit=str(kit), python="/nowhere/python")
     with pytest.raises(NotRecognised, match="no such file"):
         acid(str(tmp_path / "none.py"), kit=str(kit))
+    program.write_text("import sys; sys.exit('usage: program FILE')")
+    with pytest.raises(UsageError, match=r"cannot be imported: SystemExit: usage: program FILE\. .*python"):
+        acid(str(program), kit=str(kit))
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("def read(path): pass", "load, list, verify and save, looked for at its top level, it has none, and no CLAIMS; .* made_up"),
+        ("load = {}", "it has none"),
+        ("def load(path, about): pass\nCLAIMS = {'dcp': ('weights',)}", "it has load, and CLAIMS of dcp; .* made_up"),
+        ("def load(path, about): pass\nCLAIMS = {}", "it has load, and CLAIMS of nothing"),
+        ("def load(path, about): pass\nCLAIMS = {'made_up': ('weight',)}", "'weight' of made_up in CLAIMS. Parts are weights, "),
+        ("def load(path, about): pass\ndef save(state, path, layout): pass", r"lacks SAVES\."),
+        ("def load(path, about): pass\nSAVES = 'dcp'", r"lacks save\."),
+        ("def save(state, path, layout): pass\nSAVES = ['dcp']", r"lacks load\."),
+    ],
+)  # fmt: skip
+def test_a_program_of_which_something_would_not_be_tested_is_refused(
+    text: str, said: str, kit: Path, tmp_path: Path
+) -> None:
+    program = tmp_path / "program.py"
+    program.write_text(text)
+    with pytest.raises(UsageError, match=said) as e:
+        acid(str(program), kit=str(kit), processes=1)
+    assert e.value.code == "CKPT0227"
+
+
+def test_a_program_without_verdicts_exits_with_2(kit: Path, tmp_path: Path) -> None:
+    program = tmp_path / "program.py"
+    program.write_text("def convert(path): pass")
+    done = ckpttool_here("acid", str(program), "--kit", str(kit))
+    assert done.returncode == 2 and done.stdout == "" and "more: ckpttool explain CKPT0227" in done.stderr
+    program.write_text("def list(path, about): return []")
+    done = ckpttool_here("acid", str(program), "--kit", str(kit), "--case", "broken")
+    assert done.returncode == 2 and "it has list, and no CLAIMS" in done.stderr

@@ -17,7 +17,7 @@ from typing import Any
 from ..bounded_json import encode, parse
 from ..errors import NotRecognised, UsageError, argument
 from .kit import KIT_VERSION, Case, choose_cases, open_kit, read_expected
-from .scoring import FAILURES, Row, doubt_refusals, judge, list_functions, list_parts
+from .scoring import FAILURES, PARTS, Row, doubt_refusals, judge, list_functions, list_parts
 
 __all__ = ["AcidResult", "acid"]
 
@@ -82,7 +82,7 @@ class _Session:
             python: the interpreter that runs it.
 
         Raises:
-            UsageError: there is no such interpreter, or the program cannot be imported.
+            UsageError: there is no such interpreter.
         """
         child = Path(__file__).with_name("child.py")
         try:
@@ -99,11 +99,6 @@ class _Session:
                 code="CKPT0203",
             ) from None
         self.introduction = self._read(_IMPORT_SECONDS)
-        if self.introduction["status"] != "ok":
-            self.close()
-            raise UsageError(
-                f"{program} cannot be imported by {python}: {self.introduction['message']}.", code="CKPT0203"
-            )
 
     def ask(self, case: Case, function: str, seconds: float) -> dict[str, Any]:
         """Call a function of the program on a case: its answer (child.py)."""
@@ -137,6 +132,37 @@ class _Session:
         self._process.communicate()
 
 
+def _refuse_untestable(program: str, said: Mapping[str, Any]) -> None:
+    """Refuse a program that cannot be imported, or of which a part would be left out without a word.
+
+    Args:
+        said: what it says of itself (child.py).
+
+    Raises:
+        UsageError: it cannot be imported; it has some of what a save is tested with, and not all; it claims a part that
+            there is not.
+    """
+    if said["status"] != "ok":
+        raise UsageError(
+            f"{program} cannot be imported: {said['message']}. Mend it, or give the interpreter that has its packages "
+            f"with {argument('python')}.",
+            code="CKPT0227",
+        )
+    there = {*said["functions"], *["SAVES"] * bool(said["saves"])}
+    if there & {"save", "SAVES"} and not there >= {"save", "SAVES", "load"}:
+        raise UsageError(
+            f"{program} lacks {', '.join(sorted({'save', 'SAVES', 'load'} - there))}. A save is tested with three: the "
+            "function save, the layouts that it writes (SAVES), and the function load, which reads them. Add what it "
+            "lacks, or leave both save and SAVES out.",
+            code="CKPT0227",
+        )
+    for layout, parts in (said["claims"] or {}).items():
+        if odd := set(parts) - set(PARTS):
+            raise UsageError(
+                f"{program} has {min(odd)!r} of {layout} in CLAIMS. Parts are {', '.join(PARTS)}.", code="CKPT0227"
+            )
+
+
 def acid(
     program: str,
     kit: str | None = None,
@@ -159,7 +185,8 @@ def acid(
 
     Raises:
         NotRecognised: there is no such program, or it is no kit. Unsupported: it is a kit of another version.
-        Corrupt: the kit is damaged. UsageError: the program cannot be imported, or a glob matches no case.
+        Corrupt: the kit is damaged. UsageError: the program cannot be imported, has nothing to call, or claims none of
+            the chosen cases; or a glob matches no case.
     """
     if not os.path.isfile(program):
         raise NotRecognised(
@@ -177,6 +204,7 @@ def acid(
             """Examine cases while there are some; return what the program says of itself."""
             session = _Session(program, python or sys.executable)
             try:
+                _refuse_untestable(program, session.introduction)
                 for case in waiting:
                     found[case.name] = _examine(session, case, seconds)
                     progress(len(found), total)
@@ -188,13 +216,23 @@ def acid(
             said, *_ = pool.map(work, range(min(processes, total)))
     rows = {name: row for name, row in found.items() if row is not None}
     doubt_refusals(rows)
-    return AcidResult(
+    result = AcidResult(
         program=said["name"],
         versions=said["versions"],
         rows=[rows[c.name] for c in chosen if c.name in rows],
         others=[c.name for c in chosen if c.name not in rows],
         also_run=[c.name for c in unlisted if c.name in rows],
     )
+    if not any(row.verdicts for row in result.rows):
+        claimed = "no CLAIMS" if said["claims"] is None else f"CLAIMS of {', '.join(said['claims']) or 'nothing'}"
+        raise UsageError(
+            f"{program} was asked for nothing. Of the functions load, list, verify and save, looked for at its top "
+            f"level, it has {', '.join(said['functions']) or 'none'}, and {claimed}; the chosen cases are of "
+            f"{', '.join(sorted({c.layout for c in chosen}))}. Define load(path, about) there, claim one of these "
+            "layouts, or choose other cases.",
+            code="CKPT0227",
+        )
+    return result
 
 
 def _examine(session: _Session, case: Case, seconds: float) -> Row | None:

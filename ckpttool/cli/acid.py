@@ -23,7 +23,11 @@ _COLUMNS = ("weights", "optimizer", "values", "load", "list", "verify", "save")
     ("Some cases, with another Python", "ckpttool acid reader.py --case 'zero3*' --python venv/bin/python"),
     ("For a script", "ckpttool acid reader.py --json"),
     exits=(0, 1, 2, 3, 4, 5, 8, 14, 130),
-    meaning={5: "something is wrong, lost, accepted, executed, crashed or hung", 3: "no such program, or no kit"},
+    meaning={
+        2: "usage, or the program has nothing to test",
+        3: "no such program, or no kit",
+        5: "something is wrong, lost, accepted, executed, crashed or hung",
+    },
 )
 def acid(
     program: Annotated[
