@@ -10,6 +10,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from ..printable import list_first
 from .kit import Case, Expected
 
 __all__ = ["FAILURES", "PARTS", "Row", "doubt_refusals", "judge", "list_functions", "list_parts"]
@@ -131,7 +132,7 @@ def _judge_names(row: Row, expected: Expected, parts: tuple[str, ...], names: li
     """Note the verdict on the names that list returned: those of all tensors of the parts that the program handles."""
     wanted = {name for part in parts if part != "values" for name in _list_wanted(expected, part, names)}
     missing = _list_missing(row.case, wanted, names)
-    row.add(["list"], *(("lost", f"missing: {_describe(missing)}") if missing else ("right",)))
+    row.add(["list"], *(("lost", f"missing: {list_first(sorted(missing), 1)}") if missing else ("right",)))
 
 
 def _judge_state(
@@ -145,6 +146,7 @@ def _judge_state(
     """
     entries, verdicts = answer["entries"], {}
     wide = expected.widened if widens else {}
+    strange = min((k for k, v in entries.items() if isinstance(v, list) and not _part_of(k)), default="")
     for part in parts:
         wanted = _list_wanted(expected, part, entries)
         if not wanted or (function == "save" and part == "values"):  # save is given tensors
@@ -153,12 +155,12 @@ def _judge_state(
         other = {k for k, t in wanted.items() if k in entries and entries[k] not in (t, wide.get(k, t))}
         missing = _list_missing(row.case, wanted, entries)
         if other:
-            verdicts[part] = "wrong", f"{_describe(other)}: {_tell_apart(entries[min(other)], wanted[min(other)])}"
+            how = _tell_apart(entries[min(other)], wanted[min(other)])
+            verdicts[part] = "wrong", f"{list_first(sorted(other), 1)}: {how}"
         elif invented:
-            verdicts[part] = "wrong", f"not in the checkpoint: {_describe(invented)}"
+            verdicts[part] = "wrong", f"not in the checkpoint: {list_first(sorted(invented), 1)}"
         elif missing:
-            strange = min((k for k, v in entries.items() if isinstance(v, list) and not _part_of(k)), default="")
-            why = f"missing: {_describe(missing)}" + (f"; it gave a tensor {strange}, of no part" if strange else "")
+            why = f"missing: {list_first(sorted(missing), 1)}" + (f"; it gave {strange}, of no part" if strange else "")
             verdicts[part] = "named" if missing <= set(answer["left_out"]) else "lost", why
         else:
             verdicts[part] = "right", ""
@@ -191,11 +193,6 @@ def _list_missing(case: Case, wanted: Collection[str], found: Collection[str]) -
     """Return the names that are wanted and were not found, but for those that are tied to a found one."""
     tied = {name for names in case.tied if set(names) & set(found) for name in names}
     return set(wanted) - set(found) - tied
-
-
-def _describe(names: set[str]) -> str:
-    """Return a text that names the first of some names and counts the others."""
-    return min(names) + (f" and {len(names) - 1} more" if len(names) > 1 else "")
 
 
 def _tell_apart(found: Any, wanted: Any) -> str:
