@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from ..errors import Differs
+from ..printable import list_first
 from .help import about
 from .terminal import Json, Meter, Quiet, note, print_json, say
 
@@ -94,10 +95,11 @@ def _print_card(done: AcidResult, quiet: bool) -> None:
         verdicts = [f"{c} {row.verdicts[c]}" for c in _COLUMNS if c in row.verdicts]
         say(f"{row.case.name:{width}s}  {', '.join(verdicts) or 'no verdict'}")
         for column, reason in row.reasons.items():
-            say(f"{'':{width}s}    {column}: {reason.splitlines()[0]}")
+            first, *more = reason.splitlines()
+            say(f"{'':{width}s}    {column}: {first}{' ... (--json has all of it)' if more else ''}")
     for kind, counted in done.summary.items():
         say(f"{kind}: {', '.join(f'{n} {verdict}' for verdict, n in counted.items()) or 'no verdicts'}")
     if done.others:
-        note(f"not its layout, or not what it claims of it: {', '.join(done.others)}", quiet)
+        note(f"left out, as CLAIMS has nothing of them: {list_first(done.others)}", quiet)
     if done.also_run:
         note(f"also run, but not listed, since broken ones were made of it: {', '.join(done.also_run)}", quiet)
