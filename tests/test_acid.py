@@ -6,6 +6,7 @@ import contextlib
 import importlib.util
 import json
 import lzma
+import re
 import sys
 from pathlib import Path
 from typing import Any
@@ -320,6 +321,15 @@ def test_the_command_prints_a_card_and_exits_with_5_if_something_is_wrong(kit: P
     assert done.stdout.endswith("golden: 6 right\nbroken: 2 right, 2 ran code\n")
     said = json.loads(ckpttool_here("acid", str(program), "--kit", str(kit), "--case", "whole", "--json").stdout)
     assert said["passed"] and said["summary"] == {"golden": {"right": 6}, "broken": {}} and said["kit_version"] == 1
+
+
+def test_the_reader_of_the_page_has_the_card_that_it_shows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    page = (REPOSITORY / "docs" / "explanation" / "acid-test.md").read_text(encoding="utf-8")
+    reader, command, shown = re.findall(r"```py\n(.*?)```.*?\$ ckpttool (.*?)\n(.*?)```", page, re.DOTALL)[0]
+    monkeypatch.chdir(tmp_path)
+    Path("reader.py").write_text(reader)
+    done = ckpttool_here(*command.split())
+    assert done.stdout == shown and done.returncode == 5, done.stderr
 
 
 def test_a_program_that_is_none_is_refused(kit: Path, tmp_path: Path) -> None:
