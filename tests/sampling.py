@@ -17,7 +17,6 @@ LEFT_OUT: dict[str, tuple[int, int]] = {}
 SAMPLED = (
     "attacks/test_kinds.py::test_a_value_of_another_kind_is_read_or_refused",
     "attacks/test_planted.py::test_a_command_runs_nothing_that_was_planted",
-    "attacks/test_printed_names.py::test_no_output_of_any_command_has_a_character_that_does_not_print",
     "cli/test_interrupts.py::test_a_signal_at_any_moment_is_answered_with_what_is_there",
     "converters/test_matrix.py::test_a_state_goes_from_any_layout_to_any_other_and_home_again_with_one_digest",
     "converters/test_megatron.py::test_what_is_written_is_read_as_the_same_state",
