@@ -305,10 +305,9 @@ class OpenCheckpoint(Mapping[str, "TensorHandle"]):
         Raises:
             Corrupt: `locate` finds damage.
         """
-        if self.layout.locate is not None and not self.located:
-            framed = any(t.coding != "raw" for t in self.checkpoint.tensors.values())
-            if not framed:
-                self.locate()
+        names_later = self.layout.locate is not None and not self.located
+        if names_later and all(t.coding == "raw" for t in self.checkpoint.tensors.values()):
+            self.locate()
         return self.checkpoint
 
     def __getitem__(self, name: str) -> TensorHandle:
