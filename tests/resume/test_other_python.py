@@ -21,7 +21,6 @@ import pytest
 from commands import ckpttool_here
 from peers import REPOSITORY
 from ranks import ENVIRONMENT, LIVE, one_at_a_time
-from sampling import EVERY
 
 from ckpttool.resume.ranks.interpreter import make_environment
 
@@ -97,7 +96,6 @@ def test_the_reference_and_its_noise_run_in_the_other_python_and_the_candidate_i
     assert not list((pythons.folder / "old").rglob("ckpttool*")), "it has our code only while it runs"
 
 
-@pytest.mark.skipif(not EVERY, reason="EVERY=1 runs it: a reference of another version is in the test above")
 def test_a_job_whose_result_depends_on_the_version_of_a_package_fails_and_the_versions_are_named(
     pythons: Pythons,
 ) -> None:
