@@ -52,7 +52,7 @@ def sample(table: str, rows: Iterable[Row], keep: Iterable[Row]) -> list[Row]:
 def leave_out(ids: Iterable[str]) -> set[str]:
     """Return the ids of the tests that this run leaves out, and count them in `LEFT_OUT`.
 
-    Rows are chosen by a hash of their ids, so that a new one does not move the others. One row of every test is run.
+    Rows are chosen by a hash of their ids, so that a new one does not move the others. At least one row of every test is run.
 
     Args:
         ids: such as "tests/a/test_b.py::test_c[row]".
