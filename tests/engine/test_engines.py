@@ -1,6 +1,8 @@
-"""Every layout as target, filled by local processes and by MPI, every third one by dask and Ray: the bytes of one process.
+"""Every layout as target, filled by local processes or by ranks of MPI, every third one by dask and Ray: the bytes of one
+process.
 
-Real clusters, each on this machine. What a worker does with a part does not depend on who sent it.
+Real clusters, each on this machine. What a worker does with a part does not depend on who sent it. With EVERY=1, local
+processes and ranks of MPI fill all layouts, each.
 """
 
 from __future__ import annotations
@@ -15,6 +17,7 @@ from typing import Any
 
 import pytest
 from programs import TESTS, mpiexec, script
+from sampling import EVERY
 from test_parts import FSDP2, SUFFIX, TARGETS, contents, convert
 
 import ckpttool
@@ -44,7 +47,8 @@ FILLED = {to: SUFFIX.get(to, "") for to in TARGETS if to != "audit"}  # an archi
 
 def filled_by(spec: str) -> dict[str, str]:
     """{layout: suffix of its files} of the targets that these workers fill."""
-    return dict(list(FILLED.items())[:: 3 if spec.startswith(("dask", "ray")) else 1])
+    begin, step = (0, 3) if spec.startswith(("dask", "ray")) else (0, 1) if EVERY else (int(spec == "mpi"), 2)
+    return dict(list(FILLED.items())[begin::step])
 
 
 @pytest.fixture(scope="module")

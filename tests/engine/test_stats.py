@@ -15,6 +15,7 @@ import torch
 from commands import ckpttool_here as run_here
 from peers import FIXTURES
 from safetensors.torch import save_file
+from sampling import sample
 
 import ckpttool
 from ckpttool.engine.copy.tensor_statistics import TensorStatistics
@@ -63,8 +64,8 @@ def agree(found: TensorStatistics, x: np.ndarray[Any, Any], name: str) -> None:
             assert got == value, (name, key)
 
 
-def all_statistics(top: Path = FIXTURES, depth: int = 4) -> Iterator[tuple[Path, dict[str, Any], Statistics]]:
-    """The statistics of every checkpoint among the fixtures, and what it takes to read it."""
+def all_statistics(top: Path, depth: int = 3) -> Iterator[tuple[Path, dict[str, Any], Statistics]]:
+    """The statistics of every checkpoint below a folder of the fixtures, and what it takes to read it."""
     flat = top.parent / "flat_layout.json"
     how: dict[str, Any] = {"flat_layout": flat} if top.name == "ckpt" and flat.exists() else {}
     try:
@@ -78,7 +79,10 @@ def all_statistics(top: Path = FIXTURES, depth: int = 4) -> Iterator[tuple[Path,
 def test_every_tensor_of_every_fixture_has_the_statistics_that_numpy_computes_and_the_page_shows_them() -> None:
     tensors = opened = 0
     layouts, dtypes = set(), set()
-    for path, how, found in all_statistics():
+    every = sorted(path for path in FIXTURES.iterdir() if path.is_dir())
+    # those of maps take most of the time, since transformers is asked for the names of each model
+    chosen = sample("folders whose statistics are computed", every, [x for x in every if not x.name.startswith("maps")])
+    for path, how, found in (x for folder in chosen for x in all_statistics(folder)):
         assert found.index is not None
         opened += 1
         layouts.add(found.index.layout)
