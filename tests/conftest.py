@@ -92,8 +92,10 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     class ByFile(LoadScopeScheduling):  # type: ignore[misc]
         def _split_scope(self, nodeid: str) -> str:
             file = nodeid.partition("::")[0]
+            if launches_ranks(config.rootpath / file):
+                return "live"
             folder = Path(file).parent.name
-            return "live" if launches_ranks(config.rootpath / file) else folder if folder in ("gpu", "packaging") else file
+            return folder if folder in ("gpu", "packaging") else file
 
         def remove_node(self, node: Any) -> str | None:
             """Give what a worker that died has not run to the others, except the test that killed it.

@@ -447,7 +447,7 @@ class Run(SlowConversion):
 @pytest.mark.slow
 def test_four_processes_three_of_which_are_killed(s3: Moto, bucket: str, tmp_path: Path) -> None:
     convert(DCP, f"{bucket}/one", "dcp", workers=1)
-    run = Run(tmp_path, f"{bucket}/many", 4, seconds=0.1)
+    run = Run(tmp_path, f"{bucket}/many", 4, seconds=0.3)
     run.wait_for(s3, bucket, 3)
     for pid in run.processes()[1][:3]:  # one of them may be between two parts
         os.kill(pid, signal.SIGKILL)
