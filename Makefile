@@ -73,7 +73,7 @@ check-oldest: $(OLDEST)/.done
 lint: $(VENV)/.done
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(BIN)/mypy
+	$(BIN)/mypy --num-workers 2
 	$(BIN)/lint-imports --no-cache
 
 bench: $(VENV)/.engines
