@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import atexit
 import fcntl
+import gc
 import hashlib
 import importlib
 import io
@@ -87,6 +88,8 @@ def main() -> None:
     import transformers.core_model_loading
     import transformers.models.auto.modeling_auto  # noqa: F401
 
+    gc.collect()
+    gc.freeze()  # so that no collection of a fork touches the pages that it shares
     for line in sys.stdin.buffer:
         pid = os.fork()
         if not pid:
