@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 from programs import TESTS, mpiexec, script
-from sampling import EVERY
+from sampling import sample
 from test_parts import FSDP2, SUFFIX, TARGETS, contents, convert
 
 import ckpttool
@@ -47,8 +47,10 @@ FILLED = {to: SUFFIX.get(to, "") for to in TARGETS if to != "audit"}  # an archi
 
 def filled_by(spec: str) -> dict[str, str]:
     """{layout: suffix of its files} of the targets that these workers fill."""
-    begin, step = (0, 3) if spec.startswith(("dask", "ray")) else (0, 1) if EVERY else (int(spec == "mpi"), 2)
-    return dict(list(FILLED.items())[begin::step])
+    every = list(FILLED)
+    if spec.startswith(("dask", "ray")):
+        return {to: FILLED[to] for to in every[::3]}
+    return {to: FILLED[to] for to in sample(f"layouts filled by --workers {spec}", every, every[spec == "mpi" :: 2])}
 
 
 @pytest.fixture(scope="module")
