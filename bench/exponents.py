@@ -156,7 +156,7 @@ def table(rows: list[dict[str, Any]]) -> str:
     ]
     for r in rows:
         slopes = " | ".join("-" if r[k] is None else f"{r[k]:.2f}" for k in ("write", "inspect", "read"))
-        end = " / ".join(f"{r[k + '_cpu'][-1]:.2f}" for k in ("write", "inspect", "read"))
+        end = " / ".join(f"{max(0.0, r[k + '_cpu'][-1]):.2f}" for k in ("write", "inspect", "read"))
         axis = f"{r['axis']} {r['from']:,} to {r['to']:,}"
         out.append(f"| {axis} | {r['layout']} | {slopes} | {end} | {r['peak_mib'][0]} to {r['peak_mib'][-1]} |")
     return "\n".join(out)
