@@ -15,6 +15,7 @@ from contextlib import suppress
 from tempfile import TemporaryFile
 from typing import IO, TYPE_CHECKING, TypeVar, cast
 
+from .. import errors
 from ..errors import CkpttoolError, Corrupt, Unsafe
 
 if TYPE_CHECKING:
@@ -40,7 +41,8 @@ import gc; gc.disable()
 try:
     out = getattr(import_module(module), name)(sys.argv[2])
 except CkpttoolError as e:
-    sys.stderr.write(f"{e.code} {e}"); sys.stderr.flush(); sys.exit(100 + e.exit_code)
+    kind = next(c.__name__ for c in type(e).__mro__ if c.__module__ == "ckpttool.errors")
+    sys.stderr.write(f"{kind} {e.code} {e}"); sys.stderr.flush(); sys.exit(119)
 except MemoryError:
     sys.stderr.write("not enough memory"); sys.exit(120)
 except Exception as e:
@@ -77,12 +79,12 @@ def stream_from_child(
     """
     seconds = 20 + work_bytes // (2 << 20)
     memory = (1 << 30) + 24 * work_bytes if work_bytes else 0
-    with TemporaryFile() as errors:
+    with TemporaryFile() as stderr:
         child = subprocess.Popen(
             [sys.executable, "-P", "-c", _CODE, function, argument, str(seconds), str(memory)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            stderr=errors,
+            stderr=stderr,
             env=os.environ | {"HF_HUB_OFFLINE": "1"},
         )
         assert child.stdin is not None and child.stdout is not None
@@ -97,8 +99,8 @@ def stream_from_child(
             raise
         finally:
             child.wait()
-        errors.seek(0)
-        said = errors.read().decode(errors="replace").strip()
+        stderr.seek(0)
+        said = stderr.read().decode(errors="replace").strip()
     if child.returncode:
         raise _error_of_child(child.returncode, said, argument, work_bytes, seconds, memory)
     return found
@@ -127,9 +129,9 @@ def _error_of_child(
             f"{work_bytes} bytes does.",
             code="CKPT0704",
         )
-    kinds: list[type[CkpttoolError]] = [Unsafe, Corrupt, *CkpttoolError.__subclasses__()]
-    for kind in kinds:
-        if kind.exit_code == status - 100:
-            code, _, said = message.partition(" ")
-            return kind(f"{argument[:200]}: {said}", code=cast("Code", code))
+    if status == 119:
+        kind, code, said = message.split(" ", 2)
+        begins = "" if said.startswith(argument) else f"{argument[:200]}: "
+        made: CkpttoolError = getattr(errors, kind)(f"{begins}{said}", code=cast("Code", code))
+        return made
     return Corrupt(f"{argument[:200]}: {message[-2000:] or 'the reader failed'}")
