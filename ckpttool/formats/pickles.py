@@ -17,7 +17,7 @@ with an `BackReference` for each reference back (`_copy_without_cycles`).
 
 `load_large` reads a genuine 100 MB `.metadata` (a million chunks) fifty times faster with the C unpickler of the
 standard library and the same stand-ins, in a child process whose memory and time are limited, since the C code would
-hash nested tuples for ever; globals without a stand-in are refused there.
+hash nested tuples for ever; of globals without a stand-in, only classes that `load` keeps as `Opaque` are read there.
 
 One module, since the loop over opcodes and the bounds that make it safe have to be read together.
 
@@ -1254,6 +1254,26 @@ def enum_members(*enums: tuple[Any, Mapping[str, Any]]) -> dict[tuple[str, str],
     return {("builtins", "getattr"): member, ("__builtin__", "getattr"): member}
 
 
+def _make_opaque_class(name: Global) -> type[Opaque]:
+    """Make the class that stands for an unknown one in the C unpickler: its instances keep arguments and state."""
+
+    class Instance(Opaque):
+        __slots__ = ()
+
+        def __new__(cls, *args: Any) -> Instance:
+            out = object.__new__(cls)
+            Opaque.__init__(out, name, args)
+            return out
+
+        def __init__(self, *args: Any) -> None:
+            """Do nothing; NEWOBJ does not come here, so that __new__ has done everything."""
+
+        def __setstate__(self, state: Any) -> None:
+            self.state = state
+
+    return Instance
+
+
 def load_large(data: Any, stand_ins: StandIns, persistent: Callable[[object], Any] | None = None) -> Any:
     """Unpickle with the C unpickler of the standard library; to be called in a limited child process only.
 
@@ -1263,18 +1283,22 @@ def load_large(data: Any, stand_ins: StandIns, persistent: Callable[[object], An
         persistent: turns a persistent id into a value; None refuses them.
 
     Raises:
-        Unsafe: the pickle names anything else, or refers to an object outside of it.
+        Unsafe: the pickle names a function without a stand-in, or a class whose objects may act, or refers to an object
+            outside of it.
         Exception: whatever the unpickler raises on a pickle that is damaged.
     """
 
     class Unpickler(pickle.Unpickler):
         def find_class(self, module: str, name: str) -> Any:
-            """Return the stand-in for a class or function; nothing is ever imported.
+            """Return the stand-in for a class or function, or the one for instances of an unknown class; nothing is
+            ever imported.
 
             Raises:
                 Unsafe: there is none.
             """
             found = stand_ins.get((module, name), stand_ins.get((ANY_MODULE, name)))
+            if found is None and _is_unknown_class(cls := Global(module, name)) and not is_dangerous(cls):
+                return _make_opaque_class(cls)
             if found is None:
                 raise Unsafe(f"the pickle names {module}.{name}, which a checkpoint does not need.", code="CKPT0701")
             return found

@@ -574,11 +574,14 @@ def test_reading_causes_none_of_the_events_by_which_a_process_acts(tmp_path: Pat
 # ------------------------------------------------------------------------------------------------------ load_large
 
 
-def test_the_large_reader_takes_stand_ins_and_refuses_every_other_global(canary: Path) -> None:
+def test_the_large_reader_keeps_what_the_small_one_keeps_and_refuses_every_other_global(canary: Path) -> None:
     stand_ins = {("torch", "Size"): tuple}
     found = pickles.load_large(io.BytesIO(pickle.dumps({"a": torch.Size([2, 3])}, 2)), stand_ins)
     assert found == {"a": (2, 3)}
-    for value in (Evil(os.system, f"touch {canary}"), Evil(exec, "1"), Schedule(), len):
+    data = pickle.dumps(Schedule(), 4)
+    large, (small, _) = pickles.load_large(io.BytesIO(data), stand_ins), pickles.load(data, stand_ins, what="x")
+    assert isinstance(large, pickles.Opaque) and large.parts() == small.parts() and large.state
+    for value in (Evil(os.system, f"touch {canary}"), Evil(exec, "1"), len):
         with pytest.raises(Unsafe, match="which a checkpoint does not need"):
             pickles.load_large(io.BytesIO(pickle.dumps(value, 4)), stand_ins)
     with pytest.raises(Unsafe, match="outside of it"):
