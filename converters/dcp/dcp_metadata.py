@@ -27,7 +27,7 @@ from ckpttool.index.checkpoint import (
 )
 from ckpttool.storage.source import Source
 
-from .metadata_records import BoxRun, PlaceRun, RecordCutter, SecondOfPair
+from .metadata_records import BoxRun, PartOfRecord, PlaceRun, RecordCutter, SecondOfPair
 
 __all__ = ["META", "STORAGE", "Index", "read_index", "read_index_in_child"]
 
@@ -138,9 +138,10 @@ class _Tensor(_Bound, _Inert):
             Corrupt: some belong to another tensor, or to none.
         """
         collect, chunks = self.collect, state["chunks"]
+        own = collect.instances[collect.box_class]
         n = sum(x.rows if isinstance(x, BoxRun) else 1 for x in chunks)
-        if collect.planned and any(x in collect.spent.values() for x in chunks):
-            raise Corrupt("a chunk of .metadata is in a plan of its saver", code="CKPT0406")
+        if not all(x is own or isinstance(x, BoxRun) for x in chunks):
+            raise Corrupt("a chunk of a tensor in .metadata is none, or is in a plan of its saver", code="CKPT0406")
         if n > collect.boxes.rows:
             raise Corrupt("two tensors of .metadata share a chunk; torch does not write that", code="CKPT0406")
         if n < collect.boxes.rows:
@@ -374,7 +375,11 @@ class _Collector:
         return pickles.load_large(pickle, self.stand_ins, lambda number: self.collect_run(pickle.take(number)))
 
     def collect_run(self, run: Any) -> Any:
-        """Collect what was cut out of a pickle, unless it is inside a plan, and return what stands for it there."""
+        """Collect what was cut out of a pickle, unless it is inside a plan, and return what stands for it there.
+
+        Raises:
+            Corrupt: something other than a plan refers to it again.
+        """
         if isinstance(run, BoxRun):
             if self.depth:
                 return self.spent[self.box_class]
@@ -385,6 +390,10 @@ class _Collector:
             return (self.spent if self.depth else self.instances)[self.place_class]
         elif isinstance(run, SecondOfPair):
             return (self.spent if self.depth else self.instances)[self.item_class]
+        elif isinstance(run, PartOfRecord):
+            if not self.depth:
+                raise Corrupt("an object of .metadata is a part of two chunks or items", code="CKPT0406")
+            return self.part
         return run
 
     def pass_edge(self, by: int) -> None:

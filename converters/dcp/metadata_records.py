@@ -13,7 +13,8 @@ record that is written in another way stays in the pickle, so nothing is read he
 
 The memo: a pickler numbers its entries in order. Those of the records are gone, so later references are numbered anew,
 and a reference to a text or a Size inside a record that was cut out becomes a reference to an object outside. One to
-anything else in a record is refused.
+anything else in a record becomes a `PartOfRecord`: Megatron-Core's plans of all ranks refer to the chunks and places
+of the fields before them.
 
 Sources: CPython's Lib/pickle.py and Modules/_pickle.c for the order of the instructions; the classes of torch in
 torch/distributed/checkpoint/metadata.py and filesystem.py for the order of the fields.
@@ -32,7 +33,7 @@ from typing import Any, NamedTuple
 from ckpttool.errors import Corrupt, Unsafe
 from ckpttool.formats import pickles
 
-__all__ = ["BoxRun", "PlaceRun", "PlacedItem", "RecordCutter", "SecondOfPair"]
+__all__ = ["BoxRun", "PartOfRecord", "PlaceRun", "PlacedItem", "RecordCutter", "SecondOfPair"]
 
 _BLOCK = 1 << 20  # bytes that are read at once
 _MARGIN = 1 << 14  # bytes of the longest record that is cut out
@@ -89,6 +90,10 @@ class PlaceRun(list[PlacedItem]):
 
 class SecondOfPair:
     """What stands for the value of the pair whose key was a `PlaceRun`."""
+
+
+class PartOfRecord:
+    """What stands for an object of a record that was cut out, where the pickle refers to it again."""
 
 
 class _Patterns(NamedTuple):
@@ -161,8 +166,8 @@ class RecordCutter:
 
     def take(self, number: object) -> Any:
         """Return what stands outside of the pickle under a number, and forget it: a `BoxRun`, a `PlaceRun`, a
-        `SecondOfPair`, or a text or tuple that a record held."""
-        return self._outside.pop(number)  # type: ignore[call-overload]
+        `SecondOfPair`, or a text or tuple that a record held. 0 is that of every `PartOfRecord`."""
+        return self._outside.pop(number) if number else PartOfRecord()  # type: ignore[call-overload]
 
     # ------------------------------------------------------------------------------------------------ instructions
 
@@ -332,16 +337,11 @@ class RecordCutter:
         return self._known[k] if k < len(self._known_at) and self._known_at[k] == number else None
 
     def _get(self, number: int) -> bytes:
-        """Return the instructions that push an entry of the memo.
-
-        Raises:
-            Corrupt: it is a part of a record that nothing shares.
-        """
+        """Return the instructions that push an entry of the memo, or what stands for it."""
         k = bisect_right(self._ends, number)
         if k < len(self._begins) and number >= self._begins[k]:
-            if (value := self._value(number)) is None:
-                raise Corrupt("an object of .metadata is a part of two chunks or items.", code="CKPT0406")
-            return self._push_outside(value)
+            value = self._value(number)
+            return b"K\0Q" if value is None else self._push_outside(value)
         number -= self._gone[k - 1] if k else 0
         return _push_entry(number)
 
