@@ -50,8 +50,10 @@ _GET = rb"(?:h.|j.{4})"
 _TEXT = rb"\x8c.[^\x94]*+\x94"
 _TEXTS_OF_PAIR = 0, 2, 5  # the groups of its pattern that hold texts
 _TEXTS = re.compile(_TEXT + b"|" + _GET, re.DOTALL)
-#: Instructions that neither set nor get an entry of the memo, and whose length the first byte tells.
-_PLAIN = re.compile(rb"(?:[()}\]\x81\x85-\x89\x8f-\x92NtsubeaR01ld]|K.|M..|J.{4}|G.{8})*+", re.DOTALL)
+#: Instructions whose length the first byte tells, and which get nothing from the memo.
+_PLAIN = rb"[()}\]\x81\x85-\x89\x8f-\x92NtsubeaR01ld]|K.|M..|J.{4}|G.{8}"
+#: A run of those and of gets, as `_passing` makes it, less its MEMOIZE instructions.
+_ALL_BUT_MEMOIZE = re.compile(rb"[^\x94KMJGh]++|K.|M..|J.{4}|G.{8}|h.", re.DOTALL)
 _PLAIN_BYTES = {0x4B: 2, 0x4D: 3, 0x4A: 5, 0x47: 9}  # BININT1, BININT2, BININT, BINFLOAT
 _MEMO_BYTES = {0x94: 1, 0x71: 2, 0x72: 5}
 #: {instruction: (bytes of the length behind it, whether it pushes a text)}
@@ -104,6 +106,13 @@ class _Patterns(NamedTuple):
     pair: re.Pattern[bytes] | None
 
 
+def _passing(gets: bytes) -> re.Pattern[bytes]:
+    """Return the pattern of a run of instructions that are handed on without a look: plain ones, and BINGET of the
+    entries of the memo whose numbers are the bytes of `gets`. Each may be memoized; none pushes a text or a class."""
+    get = b"|h[" + b"".join(map(re.escape, map(bytes, zip(gets)))) + b"]" if gets else b""
+    return re.compile(b"(?:(?:" + _PLAIN + get + b")\x94?+)*+", re.DOTALL)
+
+
 def _decode_int(code: bytes) -> int:
     """Decode the instruction that pushes an integer."""
     if code[0] == 0x4B:
@@ -144,11 +153,14 @@ class RecordCutter:
         self._sizes: dict[bytes, tuple[tuple[int, ...], int]] = {}
         self._texts: dict[bytes, str] = {}
         self._refs: dict[str, list[bytes]] = {}  # instructions that get a class, or the name of a field
+        self._kinds: dict[bytes, str] = {}  # of those that get a class by which records begin, which one
+        self._pass, self._passing_known = _passing(b"").match, False
         self._memo = b"\x94"  # how records set entries of the memo: b"" of a pickle that does not
         self._patterns: _Patterns | None = _Patterns(None, None, None)  # None: to be made of the references
         self._outside: dict[int, Any] = {}
         self._given = 0
-        self._pushed: list[str] = ["", ""]  # the last two instructions, if they push texts
+        #: What the last two instructions pushed, if it is a text, or an entry of the memo: the text, or the number.
+        self._pushed: list[str | int] = ["", ""]
         self._last: Any = None  # the text or class that the last instruction pushed
         self._stopped = False
         self._frames, self._ready, self._at = self._cut(), b"", 0
@@ -208,7 +220,8 @@ class RecordCutter:
         yield b"\x80\x04"
         out = bytearray()
         while not self._stopped:
-            self._fill()
+            if len(self._buf) - self._pos < _MARGIN:
+                self._fill()
             here = self._base + self._pos
             if self._frame_end is not None and here >= self._frame_end:
                 if here > self._frame_end:
@@ -217,14 +230,17 @@ class RecordCutter:
             if len(out) >= _FRAME or len(self._outside) > _MOST_OUTSIDE:
                 yield b"\x95" + _U64.pack(len(out)) + out
                 out.clear()
-            found = _PLAIN.match(self._buf, self._pos, self._limit())
-            if found is not None and found.end() > self._pos:
-                out += found[0]
-                self._pos = found.end()
+            limit = self._limit()
+            if code := self._pass(self._buf, self._pos, limit)[0]:  # type: ignore[index]  # it may be empty
+                out += code
+                self._pos += len(code)
                 self._pushed, self._last = ["", ""], None
-            else:
-                self._need(1)
-                out += self._read_instruction(self._buf[self._pos])
+                if b"\x94" in code:
+                    self._next += len(_ALL_BUT_MEMOIZE.sub(b"", code))
+                if limit - self._pos < _MARGIN:  # what follows may need more of the pickle, or end the frame
+                    continue
+            self._need(1)
+            out += self._read_instruction(self._buf[self._pos])
         yield b"\x95" + _U64.pack(len(out)) + out
 
     def _read_instruction(self, op: int) -> bytes:
@@ -250,11 +266,13 @@ class RecordCutter:
             self._need(1 + width)
             code = self._take(1 + width + int.from_bytes(self._buf[self._pos + 1 : self._pos + 1 + width], "little"))
             if is_text:
-                self._last = code[1 + width :].decode("utf-8", "surrogatepass")
-                self._pushed = [self._pushed[1], self._last]
+                self._last = text = code[1 + width :].decode("utf-8", "surrogatepass")
+                self._pushed = [self._pushed[1], text]
+                if self._buf[self._pos : self._pos + 1] == b"\x94" and self._pos < self._limit():
+                    return code + self._read_instruction(0x94)
             return code
         if op == 0x93:  # STACK_GLOBAL
-            self._last = pickles.Global(*self._pushed)
+            self._last = pickles.Global(*(str(self._value(x)) if isinstance(x, int) else x for x in self._pushed))
             return self._take(1)
         if op == 0x63:  # GLOBAL
             code = self._take_lines()
@@ -285,13 +303,13 @@ class RecordCutter:
         self._need(n)
         code = self._buf[self._pos : self._pos + n]
         self._last = None
-        if (cut := self._cut_records(code)) is not None:
+        if (kind := self._kinds.get(code)) is not None and (cut := self._cut_records(kind, code)) is not None:
             self._pushed = ["", ""]
             return cut
         self._pos += n
-        known = self._value(_number_of(code))
-        self._pushed = [self._pushed[1], known if isinstance(known, str) else ""]
-        return self._get(_number_of(code))
+        number = _number_of(code)
+        self._pushed = [self._pushed[1], number]
+        return self._get(number)
 
     def _limit(self) -> int:
         """Return the position in the buffer where the frame ends, or the buffer."""
@@ -349,8 +367,19 @@ class RecordCutter:
         """Note that the next entry of the memo is a class (by its kind) or the name of a field."""
         refs = self._refs.setdefault(name, [])
         refs.append(_push_entry(self._next))
+        for old in refs[:-_MOST_KEYS]:
+            self._kinds.pop(old, None)
         del refs[:-_MOST_KEYS]
+        if name in _CLASSES.values():
+            self._kinds[refs[-1]] = name
         self._patterns = None
+
+    def _pass_known(self, end: int) -> None:
+        """From here on, hand on without a look what gets an entry of the memo whose number is below `end`, and so stays
+        as it is. Not of a class, by which records begin, or of a text that may be the name of one."""
+        numbers = (n for n in range(min(end, 256)) if _push_entry(n) not in self._kinds)
+        known = (n for n in numbers if self._value(n) not in _CLASSES)
+        self._pass, self._passing_known = _passing(bytes(known)).match, True
 
     def _make_patterns(self) -> _Patterns:
         """Make the patterns of the records whose parts are known."""
@@ -390,12 +419,9 @@ class RecordCutter:
 
     # ---------------------------------------------------------------------------------------------------- records
 
-    def _cut_records(self, code: bytes) -> bytes | None:
+    def _cut_records(self, kind: str, code: bytes) -> bytes | None:
         """Return what is handed on in the place of the records that begin here, and go behind them; None where none
-        does. `code` is the instruction here, which gets an entry of the memo."""
-        kind = next((k for k in _CLASSES.values() if code in self._refs.get(k, ())), None)
-        if kind is None:
-            return None
+        does. `code` is the instruction here, which gets the class of records of this kind."""
         patterns, begins = self._patterns or self._make_patterns(), self._next
         self._patterns = patterns
         if kind == "box" and patterns.box is not None:
@@ -414,6 +440,8 @@ class RecordCutter:
             return ref + found[0][len(code) :]
         else:
             return None
+        if out is not None and kind != "size" and not self._passing_known:
+            self._pass_known(begins)
         if out is not None and self._next > begins:
             self._begins.append(begins)
             self._ends.append(self._next)
