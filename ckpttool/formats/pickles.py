@@ -876,9 +876,7 @@ def _run_opcodes(  # noqa: C901  # one branch for each opcode
                 obj.state = state
             elif isinstance(obj, StandIn) and hasattr(obj, "__setstate__"):
                 obj.__setstate__(state)
-            elif not isinstance(
-                obj, dict
-            ):  # an OrderedDict may have _metadata: versions of modules, which are not needed
+            elif not isinstance(obj, Ordered):  # which may have _metadata: versions of modules, which are not needed
                 raise Unsafe(f"{what}: the pickle sets the state of {short(obj)}.", code="CKPT0701")
         elif op == 0x75:  # SETITEMS
             items = since_mark()

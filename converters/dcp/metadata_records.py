@@ -288,8 +288,10 @@ class RecordCutter:
             self._memo = b"\x94" if version >= 4 else b""
             return b""
         if op == 0x2E:
-            self._stopped = True
-            return self._take(1)
+            code, self._stopped = self._take(1), True
+            if self._frame_end is not None:  # a frame has all its bytes, whatever is behind the end of the pickle
+                self._need(self._frame_end - self._base - self._pos)
+            return code
         if op == 0x51:
             raise Unsafe("the pickle refers to an object outside of it.", code="CKPT0701")
         if op in _PLAIN_BYTES:  # which the end of the pickle, or of its frame, cuts off

@@ -97,7 +97,7 @@ def test_our_own_pickle_is_cut_too(tmp_path: Path) -> None:
     assert len(cut(data)) < len(data) / 4
 
 
-@pytest.mark.parametrize("change", ["twice", "shared", "part", "frame", "outside", "order"])
+@pytest.mark.parametrize("change", ["twice", "shared", "part", "frame", "cut off", "outside", "order"])
 def test_what_no_pickler_writes_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, change: str) -> None:
     top = saved(random.Random(1), own_texts=True)
     storage: dict[Any, Any] = top.storage_data
@@ -122,8 +122,12 @@ def test_what_no_pickler_writes_is_refused(tmp_path: Path, monkeypatch: pytest.M
         assert pickle.loads(data).more.keys() == {"offsets", "sizes"}
     else:
         data = pickle.dumps(top, 4)
+        frame = max(at for op, _, at in pickletools.genops(data) if at is not None and op.name == "FRAME") + 1
         data = {
             "frame": data[:3] + struct.pack("<Q", struct.unpack_from("<Q", data, 3)[0] - 1) + data[11:],
+            "cut off": data[:frame]
+            + struct.pack("<Q", struct.unpack_from("<Q", data, frame)[0] + 1)
+            + data[frame + 8 :],
             "outside": data[:11] + b"K\x01Q0" + data[11:],
             "order": b"\x80\x02Nr\x07\x00\x00\x000" + pickle.dumps(top, 2)[2:],
         }[change]

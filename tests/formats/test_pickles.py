@@ -326,6 +326,7 @@ def test_an_instance_with_keyword_arguments_is_refused() -> None:
 
 def test_the_state_of_a_plain_value_or_of_a_function_of_ours_cannot_be_set() -> None:
     assert "sets the state of" in refusal(b"\x80\x02](K\x01eNb.")
+    assert "sets the state of" in refusal(b"\x80\x02}}b.")
     assert "sets the state of" in refusal(b"\x80\x02" + glob("collections", "OrderedDict") + b"}X\x01\x00\x00\x00aNsb.")
 
 
