@@ -131,7 +131,7 @@ def data_of_args(x: object) -> Any:
     if isinstance(x, Opaque) and x.cls in MEGATRON_ENUMS and len(x.args) == 1:
         return {"class": str(x.cls), "value": x.args[0]}
     if isinstance(x, dict):
-        return {k: data_of_args(v) for k, v in x.items()}
+        return type(x)((k, data_of_args(v)) for k, v in x.items())
     if isinstance(x, (list, tuple)) and not isinstance(x, (Global, StoredTensor)):
         return type(x)(data_of_args(v) for v in x)
     return x
@@ -152,7 +152,7 @@ def _restore_enums(x: object) -> Any:
         if of in MEGATRON_ENUMS:
             return Opaque(of, (x["value"],), call=True)
     if isinstance(x, dict):
-        return {k: _restore_enums(v) for k, v in x.items()}
+        return type(x)((k, _restore_enums(v)) for k, v in x.items())
     if isinstance(x, (list, tuple)) and not isinstance(x, (Global, Inline, StoredTensor)):
         return type(x)(_restore_enums(v) for v in x)
     return x
@@ -199,13 +199,13 @@ def common_tree(tree: object, what: str) -> dict[str, object]:
     if extra:
         out["extra"] = extra
     for component, more in ours.items():
-        there = out.get(component, {})
-        if isinstance(there, dict) and isinstance(more, dict):
-            out[component] = {**there, **more}
-        elif there:
-            raise Corrupt(f"{what}: its entry ckpttool is not what ckpttool writes.", code="CKPT0406")
-        else:
+        there = out.get(component)
+        if not there:
             out[component] = more
+        elif isinstance(there, dict) and isinstance(more, dict):
+            out[component] = {**there, **more}
+        else:
+            raise Corrupt(f"{what}: its entry ckpttool is not what ckpttool writes.", code="CKPT0406")
     return out
 
 

@@ -48,7 +48,10 @@ _CONTENT = {
     "singleton_local_shards": False,
 }
 #: What common.pt has that is not of `extra`, and where that is made of `extra`, too.
-_OWN = ("optimizer", "opt_param_scheduler", "iteration", "content_metadata", "model", "rng_state", "master", "ckpttool")
+_OWN = (
+    *("optimizer", "opt_param_scheduler", "lr_scheduler", "iteration", "content_metadata", "model", "rng_state"),
+    *("master", "ckpttool"),
+)
 #: Keys by which DistributedOptimizer finds its param groups in a checkpoint (optimizer.py,
 #: param_group_identifier_keys).
 _IDENTIFIERS: dict[str, object] = {"lr_mult": 1.0, "is_expert_parallel": False, "is_decoupled_lr": False}
@@ -208,6 +211,7 @@ class _Values:
     ours: Leaves = field(default_factory=dict)
     groups: dict[int, Leaves] = field(default_factory=dict)  # by number of the param group
     steps: dict[str, object] = field(default_factory=dict)  # by name of the value
+    iteration: int | None = None
 
 
 def _sort_values(ckpt: Checkpoint, objects: dict[str, Leaves], dropped: list[Dropped]) -> _Values:
@@ -239,8 +243,8 @@ def _sort_values(ckpt: Checkpoint, objects: dict[str, Leaves], dropped: list[Dro
             out.scheduler[path[1:]] = data
         elif path[0] == "scaler":
             out.scaler[path[1:]] = data
-        elif path == ("trainer", "iteration"):
-            continue
+        elif path == ("trainer", "iteration") and type(data) is int:
+            out.iteration = data
         elif path[0] in ("trainer", "extra") and isinstance(path[1], int):
             dropped.append(Dropped(joined(path), 0, _BESIDE_NAMES))
         elif path[0] == "extra" and len(path) > 1 and path[1] not in _OWN:
@@ -293,10 +297,11 @@ def _common_state(
         del out["args"]
     if "checkpoint_version" not in out:  # Megatron-LM takes weights without it for some whose qkv is ordered otherwise
         out["checkpoint_version"] = made["extra.checkpoint_version"] = 3.0
-    iteration = ckpt.value("trainer.iteration")
-    if iteration is None:
-        iteration = made["trainer.iteration"] = step_count(ckpt.value) or 0
-    out["iteration"] = iteration
+    out["iteration"] = found.iteration
+    if found.iteration is None:
+        out["iteration"] = step_count(ckpt.value) or 0
+        if not any(p[:2] == ("trainer", "iteration") for p in found.ours):  # what another program calls so
+            made["trainer.iteration"] = out["iteration"]
     if found.scaler and not isinstance(_whole(found.scaler), dict):  # a job in fp16 loads a dict, or nothing
         found.ours |= {("scaler", *p): x for p, x in found.scaler.items()}
         found.scaler = {}
