@@ -21,6 +21,7 @@ from ckpttool.index.checkpoint import (
     Chunks,
     Path,
     TensorEntry,
+    Value,
     joined,
 )
 from ckpttool.index.composites import Composite, class_label, collapse_composites
@@ -127,8 +128,13 @@ def write(ckpt: Checkpoint, source: Source, options: WriteOptions) -> Draft:
             else _bytes_after(name, t, row, written)
         )
 
-    apart = {n: v for n, v in ckpt.values.items() if list(flatten_like_dcp(v.data, v.path)) != [v.path]}
+    apart = {n: v for n, v in ckpt.values.items() if _is_taken_apart(v)}
     return Draft(out, sources, draft_files, before=before, after=after, notes=notes, taken_apart=apart)
+
+
+def _is_taken_apart(value: Value) -> bool:
+    """Return whether DCP stores the entries of a value, a dict or an instance of a class of dicts, one by one."""
+    return list(flatten_like_dcp(value.data, value.path)) != [value.path]
 
 
 def _sharded_origin(ckpt: Checkpoint) -> dict[Path, Path]:
@@ -136,7 +142,8 @@ def _sharded_origin(ckpt: Checkpoint) -> dict[Path, Path]:
     unless several ranks saved them: a file of one process has numbers for names, but a job of several ranks asks for
     names. A dict under `trainer` or `extra` that DCP takes apart has no origin either: a reader would take its entries
     for those of the component."""
-    apart = {v.path for v in ckpt.values.values() if v.path[0] == "extra" and isinstance(v.data, dict)}
+    extra = (v for v in ckpt.values.values() if v.path[0] == "extra")
+    apart = {v.path for v in extra if isinstance(v.data, dict) or _is_taken_apart(v)}
     origin = {
         q: p
         for q, p in ckpt.origin.items()
