@@ -277,10 +277,12 @@ class _Naming:
         Raises:
             Corrupt: two keys have one meaning.
         """
-        # {canonical path that stands for a key of the user's: that key}; one that has the component's name comes first,
-        # but for "scheduler" beside the lr_scheduler of DeepSpeed's engine
-        named = [p[0] for p in self.rest if ROLES.get(str(p[0])) == p[0] != "scheduler"]
-        owners: dict[Path, str | int] = {(key,): key for key in named}
+        # {canonical path that stands for a key of the user's: that key}; of two keys with one meaning, the first in
+        # ROLES, since a folder with a file for each has no order
+        tops = {p[0] for p in self.rest}
+        owners: dict[Path, str | int] = {}
+        for key in filter(tops.__contains__, ROLES):
+            owners.setdefault((ROLES[key],), key)
         several = {p[0] for p in self.rest if len(p) < 3 or p[1] != 0}
         for p, leaf in self.rest.items():
             path = _rest_path(p)

@@ -48,6 +48,7 @@ __all__ = [
     "equal_values",
     "find_save",
     "is_placeholder",
+    "keys_of_job",
     "is_save",
     "is_shape",
     "loss_scaler_leaves",
@@ -113,8 +114,15 @@ OWN = frozenset(
 )
 #: Keys that are there in every file, None where the engine has no such thing.
 MAYBE = ("lr_scheduler", "data_sampler", "random_ltd")
+
 #: Keys on which all ranks of one save agree.
 _SAME = ("global_steps", "skipped_steps", "dp_world_size", "mp_world_size", "param_shapes")
+
+
+def keys_of_job(scheduler: object) -> tuple[str, ...]:
+    """Return the keys at the root of a model file that are the job's own, though a component has the same name:
+    `model`, `optim`, and `scheduler` where the engine has a scheduler. `scheduler` is that of the engine, or None."""
+    return ("model", "optim") if scheduler is None else ("model", "optim", "scheduler")
 
 
 def rank_of(name: str, tensor_ranks: int = 1) -> int | None:

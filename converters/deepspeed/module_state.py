@@ -60,6 +60,7 @@ from .files import (
     find_save,
     is_placeholder,
     is_shape,
+    keys_of_job,
     rank_of,
     refuse_mixed_saves,
     refuse_model_parallel,
@@ -434,8 +435,8 @@ class SaveReader:
             value = first.tree[key]
             if key in MAYBE and value is None:
                 continue
-            # the user's own "model" or "optim" is neither
-            path: Path = ("extra", key) if key in ("model", "optim") else (key,)
+            # the job's own "model" or "optim" is neither, nor is its "scheduler" that of the engine
+            path: Path = ("extra", key) if key in keys_of_job(first.tree.get("lr_scheduler")) else (key,)
             self.add_leaves(path, value, first)
             others = [
                 (r, f)

@@ -30,7 +30,7 @@ from ckpttool.layouts import WriteOptions
 
 from ..options import ZeroOptions
 from .experts import DATA_FIRST, EXPERT_NAME
-from .files import MAYBE, OWN, SCALERS, STAGE, FlatRange, tensor_of_ranges, zero_setting
+from .files import MAYBE, OWN, SCALERS, STAGE, FlatRange, keys_of_job, tensor_of_ranges, zero_setting
 from .tensor_cuts import INFO
 
 __all__ = [
@@ -143,6 +143,7 @@ class SavePlan:
         self.about_groups = TRAINED_ALONE  # why the param groups are others than the source's
         self._check_groups()
         self.rest = dict(state.rest)
+        self._place_entries_of_job()
         self.ds_config = self._take_config()
 
         # what the engine computes in, and a configuration that says so
@@ -184,6 +185,39 @@ class SavePlan:
                 f"{argument('only', ['model', 'optim', 'scheduler', 'trainer'])}.",
                 code="CKPT0316",
             )
+
+    def _place_entries_of_job(self) -> None:
+        """Move entries at the root of the files to where a reader finds them under the names they have: the job's own
+        `model`, `optim` and, beside that of the engine, `scheduler` are at the root; what is not the engine's
+        lr_scheduler, or would be there as None, is not.
+
+        Raises:
+            Unsupported: there is no place for one, since `extra` is no dict.
+        """
+        rest = self.rest
+        paths = [x.path for x in (*self.ckpt.values.values(), *self.ckpt.tensors.values())]
+        held = {path[1] for path in paths if path[0] == "extra" and len(path) > 1}
+        for key in [k for k in MAYBE if k in rest]:
+            if key not in held and rest[key] is None:  # no scheduler
+                rest["scheduler"] = rest.pop(key)
+            elif key in held and (key == "lr_scheduler" or rest[key] is None):
+                inside = rest.setdefault("extra", {})
+                if not isinstance(inside, dict):
+                    raise Unsupported(
+                        f'the checkpoint has an entry "{key}" of its own, and so does every DeepSpeed save. Leave it '
+                        f"out: {argument('only', ['model', 'optim', 'scheduler', 'trainer'])}.",
+                        code="CKPT0316",
+                    )
+                rest["extra"] = {**inside, key: rest.pop(key)}
+        inside = rest.get("extra")
+        scheduler = self.state.scheduler if self.state.scheduler is not None else rest.get("lr_scheduler")
+        if isinstance(inside, dict):
+            own = {k: inside[k] for k in keys_of_job(scheduler) if k in inside and k not in rest}
+            rest |= own
+            if own and not (left := {k: x for k, x in inside.items() if k not in own}):
+                del rest["extra"]
+            elif own:
+                rest["extra"] = left
 
     def _check_groups(self) -> None:
         """Check that an engine can start with the param groups; at stages 1 and 2, those without trained parameters are
@@ -272,10 +306,10 @@ class SavePlan:
         changed: dict[str, str] = {}
         out = dict(self.ckpt.values)
         for head, after, how in (
-            ("extra.ds_config.", config, f"for an engine of ZeRO stage {self.stage}"),
-            ("optim.param_groups.", group_values(self.state.groups), self.about_groups),
+            ("extra.ds_config", config, f"for an engine of ZeRO stage {self.stage}"),
+            ("optim.param_groups", group_values(self.state.groups), self.about_groups),
         ):
-            if before := {n: v for n, v in out.items() if n.startswith(head)}:
+            if before := {n: v for n, v in out.items() if n == head or n.startswith(head + ".")}:
                 after = {n: v for n, v in after.items() if n not in self.state.inlined}
                 changed |= list_changed_values(before, after, how)
                 out = {n: v for n, v in out.items() if n not in before} | after

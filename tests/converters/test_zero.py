@@ -879,3 +879,15 @@ def test_extra_states_and_buffers_that_ranks_hold_differently_are_listed(tmp_pat
     left = {name: why for name, _, why in back.dropped}
     assert left.keys() == {"extra.per_rank.1.model.w._extra_state", "extra.per_rank.1.model.count"}
     assert load_full(tmp_path / "back.pt")["model"]["w._extra_state"]["scale"] == 1.0
+
+
+@pytest.mark.parametrize("to", ["zero1", "zero3"])
+def test_client_state_that_is_called_as_a_component_stays_at_the_root(to: str, tmp_path: Path) -> None:
+    own = {"model": "llama", "optim": {"name": "adamw"}, "scheduler": {"kind": "linear"}}
+    shutil.copytree(FIXTURES / "zero1_w2" / "ckpt", tmp_path / "in")
+    edit(save_of(tmp_path / "in") / "mp_rank_00_model_states.pt", lambda tree: tree | own)
+    ckpttool.convert(tmp_path / "in", tmp_path / "out", to=to, world_size=3)
+    for file in save_of(tmp_path / "out").glob("*_model_states.pt"):
+        tree = load(file)
+        assert {key: tree[key] for key in own} == own and "extra" not in tree
+        assert tree["lr_scheduler"] == load(save_of(tmp_path / "in") / "mp_rank_00_model_states.pt")["lr_scheduler"]
