@@ -441,8 +441,8 @@ def write_lightning(ckpt: Checkpoint, source: Source, options: WriteOptions) -> 
         UsageError: no world size was given and the source has none. Unsupported: there are several optimizers.
     """
     refuse_several_optimizers(ckpt, "Lightning")
-    bare = ["scheduler"] if "scheduler" in ckpt.tensors else []
-    ckpt, lost = _without(ckpt, bare, "Lightning has a list of state dicts there, of which a tensor is none")
+    bare = [n for n in ("scheduler", *(f"extra.{key}" for key in _LIGHTNING_EXTRA)) if n in ckpt.tensors]
+    ckpt, lost = _without(ckpt, bare, "Lightning has a list or a dict there, and a tensor is neither")
     world = options.ranks(ckpt)
     placed: set[Path] = set()
     notes: list[str] = []
