@@ -216,8 +216,15 @@ def test_verify_says_which_values_it_does_not_compare(tmp_path: Path) -> None:
 #: What a program may save as one of the components that other programs save as a dict with names.
 ODD: dict[str, Any] = {
     "two": [{"last_epoch": 3}, {"last_epoch": 4}], "none": None, "number": 1.5, "integers": {0: {"a": 1}, 1: {"a": torch.ones(2)}},
-    "lists": [[{"a": 1}], []], "tensor": [torch.ones(2), None],
+    "lists": [[{"a": 1}], []], "tensor": [torch.ones(2), None], "counter": collections.Counter({3: 1}),
+    "ordered": collections.OrderedDict(a=collections.OrderedDict()),
 }  # fmt: skip
+#: What has a key that means something else to some program, or two keys with one meaning.
+ODD_KEYS: list[dict[str, Any]] = [
+    {"scheduler": {"last_epoch": 3}, "lr_scheduler": {"last_epoch": 4}, "step": 3, "trainer": [{"a": 1}]},
+    {"scheduler": 5, "lr_scheduler": collections.OrderedDict(a=1), "data_sampler": None, "iteration": {"a": 1}},
+    {"lr_scheduler": None, "ds_config": None, "callbacks": torch.ones(2), "dataloader": collections.OrderedDict()},
+]
 
 
 @pytest.mark.parametrize("to", conserved.WRITTEN)
@@ -226,14 +233,14 @@ def test_components_that_are_no_dict_with_names(to: str, tmp_path: Path) -> None
     slots = {n: {"step": torch.tensor(3.0), "exp_avg": x, "exp_avg_sq": x * x} for n, x in weights.items()}
     groups = [{"lr": 0.1, "betas": (0.9, 0.99), "eps": 1e-8, "weight_decay": 0.0, "params": list(weights)}]
     components = ("scheduler", "rng", "scaler", "dataloader", "trainer", "args"), ("extra",)
-    for (kind, value), odd in itertools.product(ODD.items(), components):
-        source, out = tmp_path / "source.pt", tmp_path / f"{kind}-{len(odd)}{conserved.SUFFIX.get(to, '')}"
-        state = {"model": weights, "optim": {"state": slots, "param_groups": groups}, **dict.fromkeys(odd, value)}
-        torch.save(state, source)
-        if to == "verl" and "scheduler" in odd and kind == "tensor":
+    all_odd = [dict.fromkeys(keys, value) for value, keys in itertools.product(ODD.values(), components)]
+    for k, odd in enumerate([*all_odd, *ODD_KEYS]):
+        source, out = tmp_path / "source.pt", tmp_path / f"{k}{conserved.SUFFIX.get(to, '')}"
+        torch.save({"model": weights, "optim": {"state": slots, "param_groups": groups}, **odd}, source)
+        if to == "verl" and odd.get("scheduler") is ODD["tensor"]:
             with pytest.raises(Unsupported, match="a scheduler of plain numbers"):
                 conserved.converted(source, out, to, 2)
             continue
         done = conserved.converted(source, out, to, 2)
-        assert not conserved.unaccounted(source, out, done), kind
-        assert {n.partition(".")[0] for n, _, _ in done.dropped} <= {*odd, "extra"}, kind
+        assert not conserved.unaccounted(source, out, done), odd
+        assert {n.partition(".")[0] for n, _, _ in done.dropped} <= {*odd, "extra", "scheduler"}, odd

@@ -55,6 +55,13 @@ _FLOATS = (
 _TEXTS = ("", "a", "ß∂𝄞", "\x00\n", "<a>", "None", "3", "a.b", "\ud800")
 
 
+#: Keys that mean something to some program.
+_ODD_KEYS = (
+    *("extra", "trainer", "rng", "scaler", "dataloader", "scheduler", "args", "lr_scheduler", "rng_state", "sampler"),
+    *("callbacks", "ds_config", "data_sampler", "iteration", "loops", "opt_param_scheduler", "optimizer_2", "ema"),
+)
+
+
 def any_value(r: random.Random, depth: int = 0) -> Any:
     """A value of some kind; containers hold others, three levels deep at most."""
     leaves = (
@@ -130,7 +137,8 @@ def saved_state(r: random.Random, path: Path) -> None:
         state["rng"] = {"torch": torch.arange(9, dtype=torch.uint8), "python": (3, (1, 2), None)}
     state |= {f"extra_{k}": any_value(r) for k in range(r.randrange(1, 5))}
     if r.random() < 0.3:  # a component that holds what no trainer puts there
-        state[r.choice(("extra", "trainer", "rng", "scaler", "dataloader", "scheduler", "args"))] = any_value(r)
+        for key in r.sample(_ODD_KEYS, r.choice((1, 1, 2))):
+            state[key] = any_value(r)
     torch.save(state, path)
 
 

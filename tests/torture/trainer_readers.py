@@ -45,13 +45,16 @@ Places = dict[str, dict[tuple[str, ...], tuple[str, ...]]]
 
 
 def parts(places: Places) -> Callable[[Path], Tree]:
-    """A reader of those folders of DCP below the checkpoint's that are there."""
+    """A reader of those folders of DCP below the checkpoint's that are there. A key around others is only left out, as
+    ckpttool does it, where nothing is beside it."""
 
     def read(path: Path) -> Tree:
         found: Tree = {}
         for folder, heads in places.items():
-            for p, x in dcp(path / folder).items() if (path / folder / ".metadata").exists() else ():
-                head = next((h for h in heads if p[: len(h)] == h), ())
+            there = dcp(path / folder) if (path / folder / ".metadata").exists() else {}
+            alone = len({p[0] for p in there}) == 1
+            for p, x in there.items():
+                head = next((h for h in heads if p[: len(h)] == h and (alone or len(h) == 1)), ())
                 found[(*heads.get(head, ()), *p[len(head) :])] = x
         return named(found)
 
