@@ -428,11 +428,12 @@ def _rest_path(p: Path) -> Path:
         return (role, p[1], "python")
     if role in ("scheduler", "scaler", "rng", "dataloader"):
         return (role, *p[1:])
-    if role == "trainer" and len(p) > 1:
+    is_named = len(p) > 1 and not isinstance(p[1], int)  # no list, whose elements would be beside names
+    if role == "trainer" and is_named:
         return ("trainer", *p[1:])
     if str(p[0]) in COUNTERS:
         return ("trainer", *p)
-    return p if p[0] == "extra" and len(p) > 1 else ("extra", *p)
+    return p if p[0] == "extra" and is_named else ("extra", *p)
 
 
 def refuse_surrogates(names: Iterable[str]) -> None:

@@ -245,8 +245,6 @@ def _sort_values(ckpt: Checkpoint, objects: dict[str, Leaves], dropped: list[Dro
             out.scaler[path[1:]] = data
         elif path == ("trainer", "iteration") and type(data) is int:
             out.iteration = data
-        elif path[0] in ("trainer", "extra") and isinstance(path[1], int):
-            dropped.append(Dropped(joined(path), 0, _BESIDE_NAMES))
         elif path[0] == "extra" and len(path) > 1 and path[1] not in _OWN:
             out.extra[path[1:]] = data
         else:

@@ -526,6 +526,8 @@ def _read_data(source: Source, part: DirectoryPart, options: ReadOptions, whole:
 
 def _canonical_path(part: DirectoryPart, path: Path) -> Path:
     """Return the canonical path of a leaf that is at `path` in the file of a part of plain data."""
+    if part.component == "trainer" and (not path or isinstance(path[0], int)):  # no dict, which has counters
+        return ("extra", "trainer", *path)
     if not path:
         return (part.component,)
     head = str(path[0])

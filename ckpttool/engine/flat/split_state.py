@@ -223,7 +223,6 @@ _OF_DEEPSPEED = {("extra", "ds_config"), ("extra", "buffer_names"), *(("trainer"
 def _take_rest(ckpt: Checkpoint, out: Training) -> None:
     """Fill in `out` with the scheduler, the loss scaler, and everything else that is neither model nor optimizer."""
     leaves: dict[Path, Tree] = {}
-    names: dict[Path, Path] = {}  # their canonical paths
     scheduler: dict[Path, Tree] = {}
     others: dict[str, None] = {}  # further optimizers
     for path, data in _leaves(ckpt):
@@ -234,16 +233,10 @@ def _take_rest(ckpt: Checkpoint, out: Training) -> None:
         elif path[0] == "scaler" and len(path) == 2 and "scaler.cur_scale" in ckpt.values:
             out.scaler[str(path[1])] = data
         else:
-            own = path[1:] if path[:2] in _OF_DEEPSPEED else original_path(path, ckpt.origin)
-            leaves[own], names[own] = data, path
+            leaves[path[1:] if path[:2] in _OF_DEEPSPEED else original_path(path, ckpt.origin)] = data
             if path[0] == "extra" and "param_groups" in path:
                 others[joined(path[1 : path.index("param_groups")])] = None
     out.scheduler = nest(scheduler) if scheduler else None
-    named = {path[0] for path in leaves if len(path) > 1 and isinstance(path[1], str)}
-    for path in [p for p in leaves if len(p) > 1 and type(p[1]) is int and p[0] in named]:
-        leaf = leaves.pop(path)
-        nbytes = leaf.nbytes if isinstance(leaf, TensorEntry) else 0
-        out.dropped.append(Dropped(joined(names[path]), nbytes, "an element of a list, beside entries with names"))
     if leaves:
         out.rest = nest(leaves)
     if others:
