@@ -27,6 +27,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from ckpttool.converters.dcp import dcp_metadata
 
 import ckpttool
 from ckpttool.errors import CkpttoolError
@@ -37,6 +38,7 @@ from . import trainer_readers as trainer_readers  # adds to oracle.READERS
 from .seeds import SEEDS
 
 SECONDS = 10
+_LARGE_BYTES = dcp_metadata._LARGE_BYTES
 MEMORY_BYTES = 1 << 30  # more than the worker has when it begins
 
 #: {target: (suffix, oracle of the result, arguments of convert)}
@@ -169,6 +171,7 @@ class Bench:
     def mutant(self, name: str, number: int) -> dict[str, Any]:
         """{"id", "said", "status", "detail", ...}: what came of one mutant."""
         rng = random.Random(f"{name}/{number}")
+        dcp_metadata._LARGE_BYTES = 0 if SEEDS[name].large else _LARGE_BYTES
         source = self.work / "source"
         shutil.rmtree(source, ignore_errors=True)
         shutil.copytree(self.seeds[name], source)

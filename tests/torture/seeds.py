@@ -42,7 +42,7 @@ class Seed:
     """`make(folder)` writes the checkpoint; `file` is its name where it is one file in that folder.
 
     `oracle` names a function of oracle.READERS, `how` are arguments of `ckpttool.open`, `deltas` is the folder in that one whose
-    deltas are applied.
+    deltas are applied. A `large` one has its .metadata read as one of many megabytes is, by a child process.
     """
 
     oracle: str
@@ -51,6 +51,7 @@ class Seed:
     how: dict[str, Any] = field(default_factory=dict)
     weight: float = 2
     deltas: str = ""
+    large: bool = False
 
     def path(self, folder: Path) -> Path:
         """What is given to ckpttool."""
@@ -307,6 +308,7 @@ SEEDS: dict[str, Seed] = {
     "full-ours": Seed("torch", ours("full", "x.pt"), "x.pt"),
     "dcp": Seed("dcp", torch_dcp(), weight=5),
     "dcp-files": Seed("dcp", torch_dcp(thread_count=3), weight=4),
+    "dcp-large": Seed("dcp", torch_dcp(), weight=3, large=True),
     "dcp-zstd": Seed("dcp", torch_dcp(zstd=True)),
     "dcp-safetensors": Seed("dcp_safetensors", torch_dcp(safetensors=True)),
     "dcp-ranks": Seed("dcp", fixture("awkward_w3"), weight=1),
@@ -348,7 +350,7 @@ SEEDS: dict[str, Seed] = {
     "torchsnapshot": Seed("seed", fixture("trainers/torchsnapshot_w1", inside="ckpt/snap"), weight=0.4),
     "nanotron": Seed("seed", fixture("nanotron/zero1", inside="3"), weight=0.4),
     "megatron": Seed("seed", fixture("megatron/tp2_pp2", inside="ckpt/iter_0000003"), weight=0.4),
-    "megatron-flat": Seed("seed", fixture("megatron/flat_ranges", inside="ckpt/iter_0000003"), weight=0.4),
+    "megatron-flat": Seed("seed", fixture("megatron/flat_ranges", inside="ckpt/iter_0000003"), weight=0.4, large=True),
     "megatron-verl": Seed("seed", fixture("megatron/verl", inside="ckpt/iter_0000003"), weight=0.4),
     "megatron-ours": Seed("seed", ours("megatron", tree=of_one_group), weight=0.4),
     "torchao": Seed("seed", fixture("torchao/adamw8bit_w2"), weight=0.4),
