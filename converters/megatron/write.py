@@ -427,8 +427,11 @@ def _optimizer_state(ckpt: Checkpoint, values: _Values, notes: list[str]) -> obj
     # one optimizer, or a chain of several
     scaler = _whole(values.scaler) if values.scaler else None
     chain = []
-    for number in sorted({g.get("chained", 0) for g in found}):
-        own = [{k: x for k, x in g.items() if k != "chained"} for g in found if g.get("chained", 0) == number]
+    numbers = [n if type(n := g.get("chained")) is int else 0 for g in found]
+    for number in sorted(set(numbers)):
+        own = [
+            {k: x for k, x in g.items() if k != "chained"} for g, n in zip(found, numbers, strict=True) if n == number
+        ]
         one = {"optimizer": {"param_groups": own}, "param_state_sharding_type": "fully_reshardable"}
         chain.append(one if scaler is None else one | {"grad_scaler": scaler})
     return chain[0] if len(chain) == 1 else dict(enumerate(chain))
@@ -447,8 +450,8 @@ def _to_megatron_groups(
         notes: where a note is added if a parameter loses its weight decay.
 
     Raises:
-        Unsupported: the groups differ in more than weight decay, a parameter would get some that has none, or there are
-            no groups.
+        Unsupported: the groups differ in more than weight decay, one has no number there, a parameter would get some
+            that has none, or there are no groups.
     """
     alike = [{k: x for k, x in g.items() if k not in ("weight_decay", "param_names")} for g in groups]
     if not alike:
@@ -457,6 +460,13 @@ def _to_megatron_groups(
             "optimizer out.",
             code="CKPT0316",
         )
+    for g in groups:
+        if not isinstance(g.get("weight_decay", 0.0), (int, float, Inline)):
+            raise Unsupported(
+                f"A param group has the weight decay {short(g['weight_decay'])}, which is no number, and Megatron-Core "
+                f"makes its groups by that. {argument('only', ['model'])} leaves the optimizer out.",
+                code="CKPT0316",
+            )
     decays = {g.get("weight_decay", 0.0) for g in groups} - {0.0}
     odd = next((k for g in alike[1:] for k in {**alike[0], **g} if g.get(k) != alike[0].get(k)), None)
     if odd or len(decays) > 1:

@@ -371,6 +371,7 @@ def test_a_state_of_another_trainer_gets_what_megatron_needs(tmp_path: Path) -> 
             "would give it some",
         ),
         ([{"lr": 0.5, "wd_mult": 0.0, "params": [FC2, NORM]}], (3.0, 3.0), "is in a param group without weight decay"),
+        ([{"lr": 0.5, "weight_decay": {}, "params": [FC2, NORM]}], (3.0, 3.0), "weight decay {}, which is no number"),
     ],
 )
 def test_an_optimizer_that_megatron_would_load_otherwise_is_refused(
