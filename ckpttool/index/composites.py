@@ -281,7 +281,7 @@ def rows_inside(
         first, rows: first row of the whole, and how many.
 
     Raises:
-        CannotCut: the cut is inside a block, or it is not known how to cut.
+        CannotCut: the cut is inside a block, the whole has no such rows, or it is not known how to cut.
     """
     total = about["shape"][0] if about["shape"] else 1
     if (first, rows) == (0, total):
@@ -291,6 +291,8 @@ def rows_inside(
         return None
     if not shape:
         raise CannotCut(f'"{name}" is one number for all of its {total} rows')
+    if not total:
+        raise CannotCut(f"rows {first:,} to {first + rows:,} of none")
     a, left = divmod(first * shape[0], total)
     n, over = divmod(rows * shape[0], total)
     if left or over:

@@ -315,6 +315,16 @@ def test_a_cut_inside_a_block_is_refused_with_numbers(tmp_path: Path) -> None:
         ckpttool.convert(tmp_path / "n.pt", tmp_path / "no", to="dcp", world_size=3)
 
 
+def test_an_object_of_no_rows_whose_parts_have_some_is_refused(tmp_path: Path) -> None:
+    shutil.copytree(W8, tmp_path / "ckpt")
+    metadata = dcp.FileSystemReader(W8).read_metadata()
+    entry = metadata.state_dict_metadata["optim.state.up.weight.exp_avg"]
+    entry.size = torch.Size((0, *entry.size[1:]))
+    (tmp_path / "ckpt" / ".metadata").write_bytes(pickle.dumps(metadata))
+    with pytest.raises(Unsupported, match="rows 0 to 64 of none"):
+        ckpttool.open(tmp_path / "ckpt")
+
+
 @pytest.mark.parametrize("to", ["zero3", "fsdp1", "universal"])
 def test_layouts_of_plain_tensors_refuse_them_by_name(to: str, tmp_path: Path) -> None:
     with pytest.raises(
