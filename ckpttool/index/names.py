@@ -114,7 +114,7 @@ def step_count(values: Callable[[str], Any]) -> int | None:
     """
     for name in _STEPS:
         found = values(f"trainer.{name}")
-        if isinstance(found, int) and not isinstance(found, bool):
+        if type(found) is int and found >= 0:
             return found
     return None
 

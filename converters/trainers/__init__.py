@@ -536,9 +536,7 @@ def _parts_of_verl(source: Source) -> list[DirectoryPart]:
 def _next_step_of_verl(advice: Advice) -> str:
     """Return a text: verl resumes at the same world size, and at another one what is written for it."""
     again = advice.convert("--for verl -n RANKS")
-    return (
-        f"resumes in verl at {advice.ranks}; at another world size: {again}; for transformers: {advice.export_advice()}"
-    )
+    return f"resumes in verl at {advice.ranks}; at another world size: {again}; {advice.export_advice()}"
 
 
 #: Its rows in the tables of the documents (docs/_hooks.py).

@@ -12,6 +12,7 @@ from typing import Any
 
 from ckpttool.engine.conservation import list_changed_values
 from ckpttool.engine.copy.stream import small
+from ckpttool.engine.copy.value_digests import equal_values
 from ckpttool.errors import Unsupported, UsageError, argument
 from ckpttool.formats.stored_tensors import decode_number, flatten_tree
 from ckpttool.index.checkpoint import Checkpoint, Path, TensorEntry, Value, joined
@@ -261,6 +262,7 @@ def write_trainer(ckpt: Checkpoint, source: Source, options: WriteOptions) -> Dr
         Unsupported: there are no weights, several optimizers, or parameters that cannot be numbered where they must be.
     """
     refuse_several_optimizers(ckpt, "Trainer")
+    ckpt, lost = _without_tensors(ckpt, (*_TRAINER_STATE, "stateful_callbacks"), "trainer_state.json")
     world = options.ranks(ckpt)
     placed: set[Path] = set()
     small, notes = [], []
@@ -292,7 +294,8 @@ def write_trainer(ckpt: Checkpoint, source: Source, options: WriteOptions) -> Dr
         notes.append(
             "the source does not tell the batch size of a device: Trainer warns that it is not that of the script"
         )
-    return _draft_directory(
+    made = {("trainer", *p): x for p, x in counters.items() if p not in held}
+    out = _draft_directory(
         "trainer",
         ckpt,
         source,
@@ -301,8 +304,10 @@ def write_trainer(ckpt: Checkpoint, source: Source, options: WriteOptions) -> Dr
         placed,
         world,
         notes + note_lost_rng(rng, world),
-        {("trainer", *p): x for p, x in counters.items() if p not in held},
+        _compare_counters(ckpt, made)[1],
     )
+    out.dropped += lost
+    return out
 
 
 def write_llamafactory(ckpt: Checkpoint, source: Source, options: WriteOptions) -> Draft:
@@ -321,6 +326,7 @@ def write_llamafactory(ckpt: Checkpoint, source: Source, options: WriteOptions) 
             f"{argument('state_dict_type', 'full')}: LLaMA-Factory saves no such state; choose sharded or ddp.",
             code="CKPT0203",
         )
+    ckpt, lost = _without_tensors(ckpt, ("global_step", "epoch", "num_training_steps"), "metadata.json")
     world = options.ranks(ckpt)
     placed: set[Path] = set()
     small = []
@@ -340,9 +346,8 @@ def write_llamafactory(ckpt: Checkpoint, source: Source, options: WriteOptions) 
     }
     if isinstance(total := ckpt.value("trainer.num_training_steps"), int):
         counters["num_training_steps",] = total
-    written = {("trainer", *p): x for p, x in counters.items()}
-    held = {p for p, x in written.items() if ckpt.value(joined(p)) == x}
-    return _draft_directory(
+    held, made = _compare_counters(ckpt, {("trainer", *p): x for p, x in counters.items()})
+    out = _draft_directory(
         "llamafactory",
         ckpt,
         source,
@@ -351,8 +356,10 @@ def write_llamafactory(ckpt: Checkpoint, source: Source, options: WriteOptions) 
         placed | held,
         world,
         notes,
-        {p: x for p, x in written.items() if joined(p) not in ckpt.values},
+        made,
     )
+    out.dropped += lost
+    return out
 
 
 def _loaders_of_ranks(ckpt: Checkpoint, world: int, placed: set[Path]) -> list[SmallFile]:
@@ -409,13 +416,32 @@ def count_steps(ckpt: Checkpoint, source: Source) -> int:
     return 0
 
 
+def _compare_counters(ckpt: Checkpoint, written: Mapping[Path, Any]) -> tuple[set[Path], dict[Path, Any]]:
+    """Compare the counters that a trainer's file gets, {canonical path: number}, with those of the source; return (the
+    paths of those that are equal, the counters of which the source has none)."""
+    there = {p[:2] for p in ckpt.leaves()}
+    equal = {p for p, x in written.items() if _is_equal(ckpt.value(joined(p)), x)}
+    return equal, {p: x for p, x in written.items() if p not in there}
+
+
+def _without_tensors(ckpt: Checkpoint, counters: Sequence[str], file: str) -> tuple[Checkpoint, list[Dropped]]:
+    """Return (the index without those counters of the trainer that are tensors, what was dropped). `file` is the JSON
+    file that has their numbers."""
+    bare = [n for n in (f"trainer.{key}" for key in counters) if n in ckpt.tensors]
+    return _without(ckpt, bare, f"{file} has a number there, and a tensor is none")
+
+
+def _is_equal(a: object, b: object) -> bool:
+    """Return whether two values are equal, of equal types, too."""
+    return equal_values(Value((), a), Value((), b))
+
+
 def _is_json(x: object) -> bool:
-    """Return whether JSON can hold a value."""
+    """Return whether JSON can hold a value, and gives the same back."""
     try:
-        json.dumps(x)
+        return _is_equal(json.loads(json.dumps(x)), x)
     except (TypeError, ValueError):
         return False
-    return True
 
 
 #: Entries of meta.pt besides epoch, global_step and lr_schedulers, which stand under `extra`.
@@ -441,8 +467,9 @@ def write_lightning(ckpt: Checkpoint, source: Source, options: WriteOptions) -> 
         UsageError: no world size was given and the source has none. Unsupported: there are several optimizers.
     """
     refuse_several_optimizers(ckpt, "Lightning")
-    bare = [n for n in ("scheduler", *(f"extra.{key}" for key in _LIGHTNING_EXTRA)) if n in ckpt.tensors]
-    ckpt, lost = _without(ckpt, bare, "Lightning has a list or a dict there, and a tensor is neither")
+    plain = ("scheduler", "trainer.epoch", "trainer.global_step", *(f"extra.{key}" for key in _LIGHTNING_EXTRA))
+    bare = [n for n in plain if n in ckpt.tensors]
+    ckpt, lost = _without(ckpt, bare, "Lightning has a number, a list or a dict there, and a tensor is none of them")
     world = options.ranks(ckpt)
     placed: set[Path] = set()
     notes: list[str] = []
@@ -453,14 +480,14 @@ def write_lightning(ckpt: Checkpoint, source: Source, options: WriteOptions) -> 
         ("global_step",): step,
     }
     written = {("trainer", *path): data for path, data in meta.items()}
-    placed |= {path for path, data in written.items() if ckpt.value(joined(path)) == data}
-    made = {path: data for path, data in written.items() if joined(path) not in ckpt.values}
+    equal, made = _compare_counters(ckpt, written)
+    placed |= equal
     for key in _LIGHTNING_EXTRA:
         found = _leaves_below(ckpt, "extra", key)
         placed |= set(found)
         meta |= cut_paths(found, 1)
     held = set(meta)
-    if ("pytorch-lightning_version",) not in meta:
+    if not any(p[0] == "pytorch-lightning_version" for p in meta):
         meta["pytorch-lightning_version",] = _LIGHTNING_VERSION
     if not any(p[0] == "callbacks" for p in meta):
         meta["callbacks",] = {}

@@ -25,7 +25,7 @@ from ckpttool.formats.torch_pickles import TensorRef
 from ckpttool.formats.torch_zip_writer import TorchFiles
 from ckpttool.index.checkpoint import ITEMSIZE, Checkpoint, Chunks, Path, TensorEntry, joined, tied_weights
 from ckpttool.index.composites import Composite, collapse_composites
-from ckpttool.index.draft import Draft
+from ckpttool.index.draft import Draft, Dropped
 from ckpttool.index.trees import nest
 from ckpttool.layouts import WriteOptions
 from ckpttool.storage.source import Source
@@ -127,9 +127,10 @@ def _files_of_ranks(ckpt: Checkpoint, source: Source, options: WriteOptions, wor
     whole = {f"model.{n}" for n in split_training_state(ckpt, source).buffers}
     leaves = ckpt.leaves()
     trees: dict[str, Mapping[Path, object]] = {}
-    numbers = numbered_parameters(ckpt, options, "verl", "") if any(p[0] == "optim" for p in leaves) else {}
+    optim = {p: x for p, x in leaves.items() if p[0] == "optim"}
+    numbers = numbered_parameters(ckpt, options, "verl", "") if optim else {}
     if numbers:
-        trees["optim"] = numbered_tree((), numbers, {p: x for p, x in leaves.items() if p[0] == "optim"})
+        trees["optim"] = numbered_tree((), numbers, optim)
         if not any(p[0] == "state" for p in trees["optim"]):
             trees["optim"] = {**trees["optim"], ("state",): {}}  # before the first step; load_state_dict asks for it
     trees["model"] = {p[1:]: x for p, x in leaves.items() if p[0] == "model"}
@@ -139,6 +140,11 @@ def _files_of_ranks(ckpt: Checkpoint, source: Source, options: WriteOptions, wor
     for component, tree in trees.items():
         out.add(component, tree)
     draft = out.draft()
+    if not numbers:  # Megatron-Core's, before its first step
+        why = "the param groups list no parameters, which verl numbers"
+        draft.dropped += [
+            Dropped(joined(p), x.nbytes if isinstance(x, TensorEntry) else 0, why) for p, x in optim.items()
+        ]
     if numbers:
         draft.checkpoint.values = {n: v for n, v in ckpt.values.items() if v.path[0] in ("model", "optim")}
         declare_order(draft, numbers)

@@ -130,3 +130,12 @@ def test_what_verl_cannot_resume_from_is_refused(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="choose cuda, npu or cpu"):
         ckpttool.VerlOptions(mesh_device="tpu")
     assert not (tmp_path / "step").exists()
+
+
+def test_param_groups_without_parameters_are_not_dropped_in_silence(tmp_path: Path) -> None:
+    """Megatron-Core's before its first step, of which verl's file, whose groups hold numbers, cannot be made."""
+    ckpttool.convert(FIXTURES / "zero3_w3_fresh" / "ckpt", tmp_path / "m", to="megatron", world_size=2)
+    with pytest.raises(Unsupported, match="list no parameters, which verl numbers"):
+        ckpttool.convert(tmp_path / "m", tmp_path / "no", to="verl", world_size=2)
+    done = ckpttool.convert(tmp_path / "m", tmp_path / "v", to="verl", world_size=2, drop=True)
+    assert {n.split(".")[0] for n, _, _ in done.dropped} == {"optim"}
