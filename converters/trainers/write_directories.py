@@ -419,9 +419,8 @@ def count_steps(ckpt: Checkpoint, source: Source) -> int:
 def _compare_counters(ckpt: Checkpoint, written: Mapping[Path, Any]) -> tuple[set[Path], dict[Path, Any]]:
     """Compare the counters that a trainer's file gets, {canonical path: number}, with those of the source; return (the
     paths of those that are equal, the counters of which the source has none)."""
-    there = {p[:2] for p in ckpt.leaves()}
     equal = {p for p, x in written.items() if _is_equal(ckpt.value(joined(p)), x)}
-    return equal, {p: x for p, x in written.items() if p not in there}
+    return equal, {p: x for p, x in written.items() if joined(p) not in ckpt.values}
 
 
 def _without_tensors(ckpt: Checkpoint, counters: Sequence[str], file: str) -> tuple[Checkpoint, list[Dropped]]:
