@@ -52,8 +52,9 @@ _TEXTS_OF_PAIR = 0, 2, 5  # the groups of its pattern that hold texts
 _TEXTS = re.compile(_TEXT + b"|" + _GET, re.DOTALL)
 #: Instructions whose length the first byte tells, and which get nothing from the memo.
 _PLAIN = rb"[()}\]\x81\x85-\x89\x8f-\x92NtsubeaR01ld]|K.|M..|J.{4}|G.{8}"
-#: A run of those and of gets, as `_passing` makes it, less its MEMOIZE instructions.
+#: A run of those and of gets, as `_pattern_of_run` makes it, less its MEMOIZE instructions.
 _ALL_BUT_MEMOIZE = re.compile(rb"[^\x94KMJGh]++|K.|M..|J.{4}|G.{8}|h.", re.DOTALL)
+_PART = b"K\0Q"  # pushes the object outside of the pickle whose number is 0
 _PLAIN_BYTES = {0x4B: 2, 0x4D: 3, 0x4A: 5, 0x47: 9}  # BININT1, BININT2, BININT, BINFLOAT
 _MEMO_BYTES = {0x94: 1, 0x71: 2, 0x72: 5}
 #: {instruction: (bytes of the length behind it, whether it pushes a text)}
@@ -106,7 +107,7 @@ class _Patterns(NamedTuple):
     pair: re.Pattern[bytes] | None
 
 
-def _passing(gets: bytes) -> re.Pattern[bytes]:
+def _pattern_of_run(gets: bytes) -> re.Pattern[bytes]:
     """Return the pattern of a run of instructions that are handed on without a look: plain ones, and BINGET of the
     entries of the memo whose numbers are the bytes of `gets`. Each may be memoized; none pushes a text or a class."""
     get = b"|h[" + b"".join(map(re.escape, map(bytes, zip(gets)))) + b"]" if gets else b""
@@ -154,7 +155,7 @@ class RecordCutter:
         self._texts: dict[bytes, str] = {}
         self._refs: dict[str, list[bytes]] = {}  # instructions that get a class, or the name of a field
         self._kinds: dict[bytes, str] = {}  # of those that get a class by which records begin, which one
-        self._pass, self._passing_known = _passing(b"").match, False
+        self._match_plain, self._gets_known = _pattern_of_run(b"").match, False
         self._memo = b"\x94"  # how records set entries of the memo: b"" of a pickle that does not
         self._patterns: _Patterns | None = _Patterns(None, None, None)  # None: to be made of the references
         self._outside: dict[int, Any] = {}
@@ -199,7 +200,7 @@ class RecordCutter:
 
     def _fill(self) -> None:
         """Have enough bytes in the buffer for any record, if the pickle has them."""
-        if len(self._buf) - self._pos < _MARGIN and not self._ended:
+        if not self._ended:
             try:
                 self._need(_MARGIN)
             except pickles.Truncated:
@@ -231,7 +232,7 @@ class RecordCutter:
                 yield b"\x95" + _U64.pack(len(out)) + out
                 out.clear()
             limit = self._limit()
-            if code := self._pass(self._buf, self._pos, limit)[0]:  # type: ignore[index]  # it may be empty
+            if code := self._match_plain(self._buf, self._pos, limit)[0]:  # type: ignore[index]  # it may be empty
                 out += code
                 self._pos += len(code)
                 self._pushed, self._last = ["", ""], None
@@ -361,7 +362,7 @@ class RecordCutter:
         k = bisect_right(self._ends, number)
         if k < len(self._begins) and number >= self._begins[k]:
             value = self._value(number)
-            return b"K\0Q" if value is None else self._push_outside(value)
+            return _PART if value is None else self._push_outside(value)
         number -= self._gone[k - 1] if k else 0
         return _push_entry(number)
 
@@ -376,12 +377,12 @@ class RecordCutter:
             self._kinds[refs[-1]] = name
         self._patterns = None
 
-    def _pass_known(self, end: int) -> None:
+    def _hand_on_gets_below(self, end: int) -> None:
         """From here on, hand on without a look what gets an entry of the memo whose number is below `end`, and so stays
         as it is. Not of a class, by which records begin, or of a text that may be the name of one."""
         numbers = (n for n in range(min(end, 256)) if _push_entry(n) not in self._kinds)
         known = (n for n in numbers if self._value(n) not in _CLASSES)
-        self._pass, self._passing_known = _passing(bytes(known)).match, True
+        self._match_plain, self._gets_known = _pattern_of_run(bytes(known)).match, True
 
     def _make_patterns(self) -> _Patterns:
         """Make the patterns of the records whose parts are known."""
@@ -442,8 +443,8 @@ class RecordCutter:
             return ref + found[0][len(code) :]
         else:
             return None
-        if out is not None and kind != "size" and not self._passing_known:
-            self._pass_known(begins)
+        if out is not None and kind != "size" and not self._gets_known:
+            self._hand_on_gets_below(begins)
         if out is not None and self._next > begins:
             self._begins.append(begins)
             self._ends.append(self._next)
@@ -467,7 +468,7 @@ class RecordCutter:
                     return rows
             rows.append(codes)
             self._pos = found.end()
-            if len(self._buf) - self._pos < _MARGIN and not self._ended:
+            if len(self._buf) - self._pos < _MARGIN:
                 self._fill()
                 end = self._limit()
         return rows
