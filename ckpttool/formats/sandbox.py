@@ -42,7 +42,7 @@ try:
     out = getattr(import_module(module), name)(sys.argv[2])
 except CkpttoolError as e:
     kind = next(c.__name__ for c in type(e).__mro__ if c.__module__ == "ckpttool.errors")
-    sys.stderr.write(f"{kind} {e.code} {e}"); sys.stderr.flush(); sys.exit(119)
+    sys.stderr.write(f"\\0{kind} {e.code} {e}"); sys.stderr.flush(); sys.exit(119)
 except MemoryError:
     sys.stderr.write("not enough memory"); sys.exit(120)
 except Exception as e:
@@ -130,7 +130,7 @@ def _error_of_child(
             code="CKPT0704",
         )
     if status == 119:
-        kind, code, said = message.split(" ", 2)
+        kind, code, said = message.rpartition("\0")[2].split(" ", 2)  # libraries may have warned before it
         begins = "" if said.startswith(argument) else f"{argument[:200]}: "
         made: CkpttoolError = getattr(errors, kind)(f"{begins}{said}", code=cast("Code", code))
         return made
