@@ -111,6 +111,15 @@ class FileTree:
         return x
 
 
+def _refusal_of_entry(key: str) -> Unsupported:
+    """Return the error for an entry of the user's under a key that DeepSpeed's files have, too."""
+    return Unsupported(
+        f'the checkpoint has an entry "{key}" of its own, and so does every DeepSpeed save. Leave it out: '
+        f"{argument('only', ['model', 'optim', 'scheduler', 'trainer'])}.",
+        code="CKPT0316",
+    )
+
+
 class SavePlan:
     """What all files of the planned save have in common."""
 
@@ -180,34 +189,27 @@ class SavePlan:
         # all else is written under its own name, so no name may be one of DeepSpeed's
         self.scaler = self._loss_scaler()
         for key in sorted((OWN | {"buffer_names"}) & self.rest.keys()):
-            raise Unsupported(
-                f'the checkpoint has an entry "{key}" of its own, and so does every DeepSpeed save. Leave it out: '
-                f"{argument('only', ['model', 'optim', 'scheduler', 'trainer'])}.",
-                code="CKPT0316",
-            )
+            raise _refusal_of_entry(key)
 
     def _place_entries_of_job(self) -> None:
-        """Move entries at the root of the files to where a reader finds them under the names they have: the job's own
-        `model`, `optim` and, beside that of the engine, `scheduler` are at the root; what is not the engine's
-        lr_scheduler, or would be there as None, is not.
+        """Move the job's own entries in `self.rest` to where a reader of the files gives them the names that they have.
+
+        `model`, `optim` and, beside the engine's, `scheduler` belong at the root. A second `lr_scheduler`, and None under
+        a key of the engine's, belong below `extra`, since the reader takes what is at the root for the engine's.
 
         Raises:
             Unsupported: there is no place for one, since `extra` is no dict.
         """
         rest = self.rest
-        paths = [x.path for x in (*self.ckpt.values.values(), *self.ckpt.tensors.values())]
-        held = {path[1] for path in paths if path[0] == "extra" and len(path) > 1}
         for key in [k for k in MAYBE if k in rest]:
-            if key not in held and rest[key] is None:  # no scheduler
+            entries = (*self.ckpt.values.values(), *self.ckpt.tensors.values())
+            is_extra = any(x.path[:2] == ("extra", key) for x in entries)
+            if not is_extra and rest[key] is None:  # no scheduler
                 rest["scheduler"] = rest.pop(key)
-            elif key in held and (key == "lr_scheduler" or rest[key] is None):
+            elif is_extra and (key == "lr_scheduler" or rest[key] is None):
                 inside = rest.setdefault("extra", {})
                 if not isinstance(inside, dict):
-                    raise Unsupported(
-                        f'the checkpoint has an entry "{key}" of its own, and so does every DeepSpeed save. Leave it '
-                        f"out: {argument('only', ['model', 'optim', 'scheduler', 'trainer'])}.",
-                        code="CKPT0316",
-                    )
+                    raise _refusal_of_entry(key)
                 rest["extra"] = {**inside, key: rest.pop(key)}
         inside = rest.get("extra")
         scheduler = self.state.scheduler if self.state.scheduler is not None else rest.get("lr_scheduler")

@@ -282,7 +282,6 @@ def write_trainer(ckpt: Checkpoint, source: Source, options: WriteOptions) -> Dr
         if len(path) == 2 and path[1] in _TRAINER_STATE and _is_json(data):
             counters[path[1:]] = data
             placed.add(path)
-    held = set(counters)
     if ("global_step",) not in counters:
         step = counters["global_step",] = count_steps(ckpt, source)
         notes.append(f"trainer_state.json has global_step {step}, which the source counts or its optimizer has made")
@@ -294,7 +293,7 @@ def write_trainer(ckpt: Checkpoint, source: Source, options: WriteOptions) -> Dr
         notes.append(
             "the source does not tell the batch size of a device: Trainer warns that it is not that of the script"
         )
-    made = {("trainer", *p): x for p, x in counters.items() if p not in held}
+    _, made = _compare_counters(ckpt, {("trainer", *p): x for p, x in counters.items()})
     out = _draft_directory(
         "trainer",
         ckpt,
@@ -304,7 +303,7 @@ def write_trainer(ckpt: Checkpoint, source: Source, options: WriteOptions) -> Dr
         placed,
         world,
         notes + note_lost_rng(rng, world),
-        _compare_counters(ckpt, made)[1],
+        made,
     )
     out.dropped += lost
     return out

@@ -140,14 +140,14 @@ def _files_of_ranks(ckpt: Checkpoint, source: Source, options: WriteOptions, wor
     for component, tree in trees.items():
         out.add(component, tree)
     draft = out.draft()
-    if not numbers:  # Megatron-Core's, before its first step
+    if numbers:
+        draft.checkpoint.values = {n: v for n, v in ckpt.values.items() if v.path[0] in ("model", "optim")}
+        declare_order(draft, numbers)
+    else:  # without an optimizer, or with Megatron-Core's before its first step
         why = "the param groups list no parameters, which verl numbers"
         draft.dropped += [
             Dropped(joined(p), x.nbytes if isinstance(x, TensorEntry) else 0, why) for p, x in optim.items()
         ]
-    if numbers:
-        draft.checkpoint.values = {n: v for n, v in ckpt.values.items() if v.path[0] in ("model", "optim")}
-        declare_order(draft, numbers)
     return draft
 
 
