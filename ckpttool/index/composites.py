@@ -292,7 +292,7 @@ def rows_inside(
     if not shape:
         raise CannotCut(f'"{name}" is one number for all of its {total} rows')
     if not total:
-        raise CannotCut(f"rows {first:,} to {first + rows:,} of none")
+        raise CannotCut(f"a part has rows {first:,} to {first + rows:,}, and the whole has none")
     a, left = divmod(first * shape[0], total)
     n, over = divmod(rows * shape[0], total)
     if left or over:

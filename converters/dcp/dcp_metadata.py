@@ -141,7 +141,9 @@ class _Tensor(_Bound, _Inert):
         own = collect.instances[collect.box_class]
         n = sum(x.rows if isinstance(x, BoxRun) else 1 for x in chunks)
         if not all(x is own or isinstance(x, BoxRun) for x in chunks):
-            raise Corrupt("a chunk of a tensor in .metadata is none, or is in a plan of its saver", code="CKPT0406")
+            raise Corrupt(
+                "a chunk in .metadata is no ChunkStorageMetadata, or is in a plan of its saver", code="CKPT0406"
+            )
         if n > collect.boxes.rows:
             raise Corrupt("two tensors of .metadata share a chunk; torch does not write that", code="CKPT0406")
         if n < collect.boxes.rows:
