@@ -194,8 +194,8 @@ class SavePlan:
     def _place_entries_of_job(self) -> None:
         """Move the job's own entries in `self.rest` to where a reader of the files gives them the names that they have.
 
-        `model`, `optim` and, beside the engine's, `scheduler` belong at the root. A second `lr_scheduler`, and None under
-        a key of the engine's, belong below `extra`, since the reader takes what is at the root for the engine's.
+        `model`, `optim` and, beside the engine's, `scheduler` belong at the root. A second `lr_scheduler`, and None
+        under a key of the engine's, belong below `extra`, since the reader takes what is at the root for the engine's.
 
         Raises:
             Unsupported: there is no place for one, since `extra` is no dict.
