@@ -3,17 +3,17 @@ describes the files."""
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from types import MappingProxyType
 from typing import Any
 
+from ckpttool import bounded_json
 from ckpttool.engine.conservation import list_changed_values
 from ckpttool.engine.copy.stream import small
 from ckpttool.engine.copy.value_digests import equal_values
-from ckpttool.errors import Unsupported, UsageError, argument
+from ckpttool.errors import CkpttoolError, Unsupported, UsageError, argument
 from ckpttool.formats.stored_tensors import decode_number, flatten_tree
 from ckpttool.index.checkpoint import Checkpoint, Path, TensorEntry, Value, joined
 from ckpttool.index.composites import shape_of
@@ -435,10 +435,10 @@ def _is_equal(a: object, b: object) -> bool:
 
 
 def _is_json(x: object) -> bool:
-    """Return whether JSON can hold a value, and gives the same back."""
+    """Return whether JSON can hold a value and gives the same back, within the bounds that our reader sets."""
     try:
-        return _is_equal(json.loads(json.dumps(x)), x)
-    except (TypeError, ValueError):
+        return _is_equal(bounded_json.parse(bounded_json.encode(x), "a counter"), x)
+    except (TypeError, ValueError, CkpttoolError):
         return False
 
 
