@@ -48,6 +48,7 @@ from ckpttool.index.checkpoint import (
 from ckpttool.index.composites import MARK, Composite, collapse_composites, shape_of
 from ckpttool.index.draft import Draft, Dropped
 from ckpttool.index.names import canonical, original_path
+from ckpttool.index.records import Records
 from ckpttool.index.trees import nest
 from ckpttool.layouts import Layout, Place, ReadOptions, WriteOptions, checkpoint_of, known_orders, tree_of
 from ckpttool.printable import count_noun
@@ -123,7 +124,7 @@ def read(where: Place, options: ReadOptions) -> Checkpoint:
         known_orders(options),
     )
     out = checkpoint_of(named, "full", source.root, None, [name], source)
-    out.records, out.notes = records, [*modules, *out.notes]
+    out.records, out.notes = Records(records), [*modules, *out.notes]
     try:
         out.recorded = _read_own_record(read_at, directory, what, "ckpttool.json")
         out.recorded_values = _read_own_record(read_at, directory, what, "ckpttool-values.json")

@@ -36,7 +36,8 @@ from ckpttool.formats import safetensors_header, stored_tensors, torch_zip
 from ckpttool.formats.pickles import Opaque
 from ckpttool.formats.stored_tensors import StoredTensor
 from ckpttool.index import boxes
-from ckpttool.index.checkpoint import ITEMSIZE, Checkpoint, Chunks, Extent, Path, Record, TensorEntry, Value, joined
+from ckpttool.index.checkpoint import ITEMSIZE, Checkpoint, Chunks, Path, TensorEntry, Value, joined
+from ckpttool.index.records import Extent, Record, Records
 from ckpttool.layouts import Layout, Place, ReadOptions
 from ckpttool.program import Advice, Program, SeenFolder, Unfinished
 from ckpttool.storage.source import Source
@@ -127,7 +128,7 @@ class _Reading:
     files: list[str] = field(default_factory=list)
     tensors: dict[str, TensorEntry] = field(default_factory=dict)
     values: dict[str, Value] = field(default_factory=dict)
-    records: list[Record] = field(default_factory=list)
+    records: Records = field(default_factory=Records)
     notes: list[str] = field(default_factory=list)
     parts: dict[tuple[str, int, int], _Part] = field(default_factory=dict)  # (name, pp, tp) of parameters that are cut
     shapes: dict[str, tuple[int, ...]] = field(default_factory=dict)

@@ -26,18 +26,9 @@ from ckpttool.formats.pickles import Opaque, short
 from ckpttool.formats.sharded import Boxes, Shards, is_sharded, shards_of, stand_ins
 from ckpttool.formats.stored_tensors import StoredTensor
 from ckpttool.index import boxes
-from ckpttool.index.checkpoint import (
-    Checkpoint,
-    Chunks,
-    Extent,
-    Leaves,
-    OtherCopy,
-    Path,
-    Record,
-    TensorEntry,
-    same_value,
-)
+from ckpttool.index.checkpoint import Checkpoint, Chunks, Leaves, OtherCopy, Path, TensorEntry, same_value
 from ckpttool.index.names import COMPONENTS
+from ckpttool.index.records import Extent, Record
 from ckpttool.storage.source import ReadAt, Source
 
 __all__ = [

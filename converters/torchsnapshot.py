@@ -49,7 +49,6 @@ from ckpttool.index.checkpoint import (
     Chunks,
     Number,
     Path,
-    Record,
     TensorEntry,
     joined,
     of_rank,
@@ -58,6 +57,7 @@ from ckpttool.index.checkpoint import (
 )
 from ckpttool.index.composites import shape_of
 from ckpttool.index.names import ROLES, canonical, with_canonical_keys
+from ckpttool.index.records import Records
 from ckpttool.layouts import Layout, Place, ReadOptions, checkpoint_of, known_orders
 from ckpttool.program import Program
 from ckpttool.storage.source import Source
@@ -154,7 +154,7 @@ class _Reading:
         self.what = f"{source.root}/{_METADATA}"
         self.files: list[str] = []
         self.numbers: dict[str, int] = {}
-        self.records: list[Record] = []
+        self.records = Records()
         self.notes: list[str] = []
         self.containers = {
             key: next(e for e in rows.values() if e["type"] in _CONTAINERS)

@@ -19,7 +19,8 @@ from math import prod
 from typing import TYPE_CHECKING
 
 from ..index import boxes
-from ..index.checkpoint import ITEMSIZE, Checkpoint, Extent, TensorEntry
+from ..index.checkpoint import ITEMSIZE, Checkpoint, TensorEntry
+from ..index.records import Extent
 from ..storage.buffers import IOBudget
 from ..storage.overlay import PagedFile
 from ..storage.source import Source

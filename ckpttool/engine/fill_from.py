@@ -13,6 +13,7 @@ from dataclasses import replace
 from ..errors import Unsupported, argument
 from ..index.checkpoint import Checkpoint, Salvage
 from ..index.names import step_count
+from ..index.records import Records
 from ..storage.overlay import JoinedSource, name_in_joined
 from .opening import OpenCheckpoint, OpenOptions, open_checkpoint, show_path
 
@@ -69,7 +70,6 @@ def fill_from_other(opened: OpenCheckpoint, path: str, only: tuple[str, ...] | N
         )
     origin = {q: p for q, p in theirs.origin.items() if q[0] in new}
     tensors = {x: replace(t, chunks=t.chunks.moved(n)) for x, t in taken.items()}
-    records = [r.moved(n) for r in theirs.records]
     notes = [x for x in ckpt.notes if not x.startswith(("salvaged: ", "rebuilt: "))]
     notes.append(
         f"{len(taken):,} tensors are {how}, of another step than the rest: they count as rebuilt, and no digests of "
@@ -83,7 +83,7 @@ def fill_from_other(opened: OpenCheckpoint, path: str, only: tuple[str, ...] | N
         values=ckpt.values | values,
         files=[*ckpt.files, *map(name_in_joined, theirs.files)],
         sizes=[*ckpt.sizes, *theirs.sizes],
-        records=[*ckpt.records, *records],
+        records=Records([*ckpt.records, *(r.moved(n) for r in theirs.records)]),
         origin=ckpt.origin | origin,
         salvage=left,
         notes=notes,

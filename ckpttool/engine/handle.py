@@ -21,7 +21,7 @@ from ..extras import require_packages
 from ..index import boxes
 from ..index.check import check_chunk
 from ..index.checkpoint import ITEMSIZE, NOT_TORCHS, Checkpoint, Chunk, Chunks, TensorEntry
-from ..index.records import RecordsOfFiles
+from ..index.records import Records
 from ..printable import printable
 from ..storage.buffers import IOBudget
 from .copy.dtypes import numbers, numpy_dtype
@@ -269,9 +269,7 @@ class TensorHandle:
                 if not left:
                     break
 
-    def _locate_box(
-        self, start: tuple[int, ...], shape: tuple[int, ...]
-    ) -> tuple[Sequence[str], RecordsOfFiles, TensorEntry]:
+    def _locate_box(self, start: tuple[int, ...], shape: tuple[int, ...]) -> tuple[Sequence[str], Records, TensorEntry]:
         """Find the chunks of the tensor that meet a box (start, shape).
 
         Returns:
@@ -286,13 +284,13 @@ class TensorHandle:
         entry = replace(found, chunks=Chunks.of(self.ndim, meeting))
         if entry.coding != "raw":  # an item that turned out to be an object of several entries
             assert layout.locate is not None  # only such a layout frames its items
-            ckpt = layout.locate(replace(ckpt, tensors={self.name: entry}, records=[]), source)
+            ckpt = layout.locate(replace(ckpt, tensors={self.name: entry}, records=Records()), source)
             entry = ckpt.tensors[self.name]
             for chunk in entry.chunks:
                 file = ckpt.files[chunk.extent.file]
                 check_chunk(self.name, entry.dtype, chunk, file, source.size(file))
             return ckpt.files, ckpt.records, entry
-        return ckpt.files, self._opened.sorted_records(), entry
+        return ckpt.files, ckpt.records, entry
 
 
 def _choose_budget(nbytes: int) -> IOBudget:

@@ -35,10 +35,10 @@ from typing import Any
 from ..errors import Corrupt, argument
 from ..formats.crc import crc32, crc32_combine
 from ..formats.stored_tensors import decode_number
-from ..index.checkpoint import ITEMSIZE, Checkpoint, Chunks, OtherCopy, Record, TensorEntry
+from ..index.checkpoint import ITEMSIZE, Checkpoint, Chunks, OtherCopy, TensorEntry
 from ..index.draft import Dropped
 from ..index.param_groups import names_by_group
-from ..index.records import are_known, sort_records
+from ..index.records import Record
 from ..printable import list_first
 from ..storage.buffers import IOBudget
 from ..storage.source import Source
@@ -75,7 +75,7 @@ def refuse_equal_ranks(ckpt: Checkpoint, source: Source) -> None:
     """
     if len(set(ckpt.ranks.values())) < 2:
         return
-    if not are_known(ckpt.records):  # of a store, of which one item of each file was looked into
+    if not ckpt.records.are_known():  # of a store, of which one item of each file was looked into
         if not _may_be_copies(ckpt):
             return
         source.prove_all()
@@ -137,7 +137,7 @@ def refuse_other_files(ckpt: Checkpoint, source: Source) -> None:
         source.prove_all()
     of_rank = Counter(ckpt.ranks.values())
     several = {f for f, rank in ckpt.ranks.items() if of_rank[rank] > 1} if ckpt.spreads_tensors else set[int]()
-    if not are_known(ckpt.records):
+    if not ckpt.records.are_known():
         several = set()  # in a store, compared when they were read
     named: dict[int, dict[tuple[int, int], list[Piece]]] = {}
     find = _make_record_finder(ckpt) if longer or several else None
@@ -203,7 +203,7 @@ def _crc_of_zeros(n: int) -> int:
 def _make_record_finder(ckpt: Checkpoint) -> Callable[[TensorEntry, int], Sum | None]:
     """Return a function of a tensor and the number of a chunk in it, which finds the record that contains the chunk:
     (length of the record, its CRC32, offset of the chunk in it), or None if there is none."""
-    by_file = sort_records(ckpt.records)
+    by_file = ckpt.records.by_file()
 
     def find(t: TensorEntry, row: int) -> Sum | None:
         """Find the record that a chunk lies in, as (length, CRC32, offset of the chunk in it); None if there is
@@ -298,7 +298,7 @@ def _is_varied(ckpt: Checkpoint, source: Source, name: str, row: int) -> bool:
     chunks.add((0,) * len(c.shape), c.shape, c.extent.file, c.extent.offset, c.extent.length, c.strides, c.zstd)
     entry = TensorEntry(t.dtype, c.shape, t.path, chunks)
     first, found = b"", False
-    for block in Reader(source, ckpt.files, (), IOBudget(1, 256 << 10)).blocks([StreamJob(name, entry)]):
+    for block in Reader(source, ckpt.files, None, IOBudget(1, 256 << 10)).blocks([StreamJob(name, entry)]):
         data = block.data
         first = first or bytes(data[:item])
         found = found or data[:item] != first or data[item:] != data[: len(data) - item]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable, Iterable, Iterator, KeysView, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, KeysView, Mapping
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Unpack
 
@@ -13,10 +13,9 @@ from ..errors import CkpttoolError, Corrupt, NotRecognised, Unsupported, UsageEr
 from ..formats.pickles import Refused, children
 from ..formats.stored_tensors import flatten_like_dcp
 from ..index.check import check
-from ..index.checkpoint import Checkpoint, Record, Salvage, Value, joined, ranks_without_rng_state, tied_weights
+from ..index.checkpoint import Checkpoint, Salvage, Value, joined, ranks_without_rng_state, tied_weights
 from ..index.draft import Dropped
 from ..index.param_groups import names_by_group
-from ..index.records import Records, sort_records
 from ..index.selection import NOT_RESUMED, EntrySelection, explain_no_match
 from ..options import MergeRequest, OpenKeywords, OpenOptions, list_keywords
 from ..printable import count_noun, list_first
@@ -93,7 +92,6 @@ class OpenCheckpoint(Mapping[str, "TensorHandle"]):
     # values that ckpttool had to add when it wrote the files, and that are no part of the state
     of_layout: set[str] = field(default_factory=set)
     _record: list[Recorded | None] = field(default_factory=list)
-    _sorted: tuple[Sequence[Record], dict[int, Records]] | None = None
     _locating: Any = field(default_factory=threading.RLock)
 
     @property
@@ -280,14 +278,6 @@ class OpenCheckpoint(Mapping[str, "TensorHandle"]):
         head = f"of {every:,} fp32 masters {count:,} were looked at: " if count < every else ""
         return head + masters.describe_differences(some, found) if found else None
 
-    def sorted_records(self) -> dict[int, Records]:
-        """Return {number of a file: its records, by offset}, sorted once for all reads of single tensors."""
-        records = self.locate().records
-        with self._locating:
-            if self._sorted is None or self._sorted[0] is not records:
-                self._sorted = records, sort_records(records)
-            return self._sorted[1]
-
     def read(self, name: str) -> bytes:
         """Read all bytes, row-major, of the small tensor of this canonical name into memory.
 
@@ -296,7 +286,7 @@ class OpenCheckpoint(Mapping[str, "TensorHandle"]):
         """
         from .copy.stream import small
 
-        return small(self.locate(), self.source, [name], self.sorted_records())[name]
+        return small(self.locate(), self.source, [name])[name]
 
     def _index_with_names(self) -> Checkpoint:
         """Get the index with the names of the tensors. Layouts that do not frame items find names only in `locate`,

@@ -24,6 +24,7 @@ from ..errors import CkpttoolError, Corrupt, NotPermitted, Unreadable, Unsupport
 from ..formats import other_files, safetensors_header, truncated_files, zip_bytes
 from ..huggingface import model_files
 from ..index.checkpoint import Checkpoint, Chunks, Salvage, TensorEntry
+from ..index.records import Records
 from ..index.vocabulary import embedding_and_head
 from ..layouts import Place
 from ..storage.overlay import ENDLESS, Patch, PatchedSource
@@ -384,9 +385,9 @@ def leave_out_lost(ckpt: Checkpoint, source: PatchedSource, found: Iterable[Prob
         raise Corrupt(
             f"{ckpt.root}: no tensor of it is whole, so nothing can be salvaged. Take another copy.", code="CKPT0427"
         )
-    records = [
+    records = Records(
         r for r in ckpt.records if (p := patches[r.extent.file]) is None or p.has(r.extent.offset, r.extent.length)
-    ]
+    )
     if salvage.rebuilt:
         ckpt.notes[:] = [n for n in ckpt.notes if not n.startswith("rebuilt: ")]
         how = next(iter(salvage.rebuilt.values()))

@@ -25,6 +25,7 @@ from ..errors import Corrupt, Unsupported, UsageError, argument
 from ..index.checkpoint import Checkpoint, Chunks, TensorEntry, joined
 from ..index.composites import composites
 from ..index.draft import Dropped
+from ..index.records import Records
 from ..index.schedule_free import find_free_parameters, is_schedule_free
 from ..index.weight_sets import (
     OF_TRAINING,
@@ -303,7 +304,7 @@ def _join_beside(opened: OpenCheckpoint, name: str, open_beside: Callable[[str],
         tensors=ckpt.tensors | moved,
         files=[*ckpt.files, *map(name_in_joined, theirs.files)],
         sizes=[*ckpt.sizes, *theirs.sizes],
-        records=[*ckpt.records, *(r.moved(n) for r in theirs.records)],
+        records=Records([*ckpt.records, *(r.moved(n) for r in theirs.records)]),
         unread=[r for r in ckpt.unread if r.name != name],
         notes=[x for x in ckpt.notes if not x.startswith("not read")],
     )

@@ -9,8 +9,9 @@ from typing import Any, NamedTuple
 
 from ..errors import Corrupt, Unsupported
 from ..index import boxes
-from ..index.checkpoint import ITEMSIZE, Chunks, Extent, Number, Path, Record, TensorEntry, joined
+from ..index.checkpoint import ITEMSIZE, Chunks, Number, Path, TensorEntry, joined
 from ..index.composites import Composite
+from ..index.records import Extent, Record
 from ..storage.source import ReadAt
 from .crc import crc32
 from .pickles import Global, Opaque, children, map_children

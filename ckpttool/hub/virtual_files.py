@@ -24,14 +24,14 @@ from ..engine.opening import OpenCheckpoint
 from ..errors import Interrupted
 from ..index.checkpoint import ITEMSIZE
 from ..index.draft import Draft
+from ..index.records import Records
 from ..storage.buffers import IOBudget
 
 __all__ = ["Content", "VirtualFile", "contents"]
 
 
-_KNOWN = CrcVerifier(
-    ()
-)  # whoever takes the file knows its SHA-256, which was computed of bytes whose CRC32s were compared
+#: Whoever takes the file knows its SHA-256, which was computed of bytes whose CRC32s were compared.
+_KNOWN = CrcVerifier(Records())
 
 
 @dataclass

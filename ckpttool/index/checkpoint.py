@@ -19,15 +19,13 @@ from array import array
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from math import prod
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar, overload
+from typing import Any, NamedTuple, TypeVar, overload
 
 from ..errors import Corrupt, UsageError
 from ..printable import count_noun
 from .paths import HasPath, Number, Path, joined
+from .records import Extent, Records
 from .trainer_trees import fuses_parameters
-
-if TYPE_CHECKING:
-    from .records import Records
 
 __all__ = [
     "FLOATING",
@@ -37,13 +35,11 @@ __all__ = [
     "Checkpoint",
     "Chunk",
     "Chunks",
-    "Extent",
     "Leaves",
     "MixupNote",
     "Number",
     "OtherCopy",
     "Path",
-    "Record",
     "Replica",
     "Salvage",
     "TensorEntry",
@@ -141,14 +137,6 @@ def of_rank(rank: int | str, path: Path) -> Path:
     one.
     """
     return ("per_rank", str(rank), *(str(p) if type(p) is int else p for p in path))
-
-
-class Extent(NamedTuple):
-    """A byte range of a file of the checkpoint."""
-
-    file: int
-    offset: int
-    length: int
 
 
 class Chunk(NamedTuple):
@@ -351,23 +339,6 @@ class Value(_PathAndData, HasPath):
     __slots__ = ()
 
 
-class Record(NamedTuple):
-    """Bytes of a file whose CRC32 is stored in the source."""
-
-    extent: Extent
-    crc32: int
-
-    @property
-    def known(self) -> bool:
-        """Return whether asking for the CRC32 sends no request to a store."""
-        return True
-
-    def moved(self, by: int) -> Record:
-        """Return the same record with `by` added to its file number, for a list of files that has `by` more in front of
-        its own."""
-        return Record(self.extent._replace(file=self.extent.file + by), self.crc32)
-
-
 class Unread(NamedTuple):
     """A file next to a checkpoint that its layout does not read, or a folder of such files ("optimizer_0/").
 
@@ -453,7 +424,7 @@ class Checkpoint:
     sizes: list[int]
     tensors: dict[str, TensorEntry]
     values: dict[str, Value]
-    records: list[Record] | Records = field(default_factory=list)
+    records: Records = field(default_factory=Records)
     origin: dict[Path, Path] = field(default_factory=dict)
     trainer: str | None = None
     config: dict[str, Any] | None = None  # the config.json of the model, if there is one next to the weights

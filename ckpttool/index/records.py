@@ -1,14 +1,37 @@
-"""Byte ranges of the source with known CRC32s, one for each chunk of many layouts: in columns, 28 bytes each."""
+"""Byte ranges of files, and those with known CRC32s, one for each chunk of many layouts: in columns, 28 bytes each."""
 
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, NamedTuple
 
-from .checkpoint import Extent, Record
+__all__ = ["Extent", "Record", "Records"]
 
-__all__ = ["Records", "RecordsOfFiles", "are_known", "sort_records"]
+
+class Extent(NamedTuple):
+    """A byte range of a file of the checkpoint."""
+
+    file: int
+    offset: int
+    length: int
+
+
+class Record(NamedTuple):
+    """Bytes of a file whose CRC32 is stored in the source."""
+
+    extent: Extent
+    crc32: int
+
+    @property
+    def known(self) -> bool:
+        """Return whether asking for the CRC32 sends no request to a store."""
+        return True
+
+    def moved(self, by: int) -> Record:
+        """Return the same record with `by` added to its file number, for a list of files that has `by` more in front of
+        its own."""
+        return Record(self.extent._replace(file=self.extent.file + by), self.crc32)
 
 
 class Records(Sequence[Record]):
@@ -18,11 +41,13 @@ class Records(Sequence[Record]):
     `later` has the records, by number, whose CRC32 is not known yet (storage/frames.py); their `crc32` is 0.
     """
 
-    __slots__ = ("crc32", "file", "later", "length", "offset")
+    __slots__ = ("_by_file", "crc32", "file", "later", "length", "offset")
 
     def __init__(self, records: Iterable[Record] = ()) -> None:
         self.file, self.offset, self.length, self.crc32 = array("q"), array("q"), array("q"), array("I")
         self.later: dict[int, Record] = {}
+        #: (how many records there were, what `by_file` returned then)
+        self._by_file: tuple[int, dict[int, Records]] | None = None
         self.extend(records)
 
     def add(self, file: int, offset: int, length: int, crc32: int) -> None:
@@ -74,6 +99,28 @@ class Records(Sequence[Record]):
 
     __hash__ = None  # type: ignore[assignment]
 
+    def are_known(self) -> bool:
+        """Return whether the CRC32s of all records are known: none is of an item in a store that is looked into
+        later."""
+        return all(r.known for r in self.later.values())
+
+    def by_file(self) -> dict[int, Records]:
+        """Return {number of a file: its records, in the order of their offsets}; the same dict until a record is
+        added."""
+        if self._by_file is None or self._by_file[0] != len(self):
+            out: dict[int, Records] = {}
+            for k, (file, *place) in enumerate(zip(*self._columns(), strict=True)):
+                found = out.get(file)
+                if found is None:
+                    found = out[file] = Records()
+                if k in self.later:
+                    found.later[len(found)] = self.later[k]
+                found.add(file, *place)
+            for found in out.values():
+                found._sort()
+            self._by_file = len(self), out
+        return self._by_file[1]
+
     def _columns(self) -> tuple[array[int], array[int], array[int], array[int]]:
         return self.file, self.offset, self.length, self.crc32
 
@@ -84,28 +131,3 @@ class Records(Sequence[Record]):
             self.offset, self.length = (array("q", map(c.__getitem__, order)) for c in (self.offset, self.length))
             self.crc32 = array("I", map(self.crc32.__getitem__, order))
             self.later = {new: self.later[old] for new, old in enumerate(order) if old in self.later}
-
-
-#: Records in any order, or as `sort_records` returns them.
-RecordsOfFiles = Sequence[Record] | Mapping[int, Records]
-
-
-def sort_records(records: Iterable[Record]) -> dict[int, Records]:
-    """Return {number of a file: its records, in the order of their offsets}."""
-    out: dict[int, Records] = {}
-    columns = records if isinstance(records, Records) else Records(records)
-    for k, (file, *place) in enumerate(zip(*columns._columns(), strict=True)):
-        found = out.get(file)
-        if found is None:
-            found = out[file] = Records()
-        if k in columns.later:
-            found.later[len(found)] = columns.later[k]
-        found.add(file, *place)
-    for found in out.values():
-        found._sort()
-    return out
-
-
-def are_known(records: Iterable[Record]) -> bool:
-    """Return whether the CRC32s of all records are known: none is of an item in a store that is looked into later."""
-    return all(r.known for r in (records.later.values() if isinstance(records, Records) else records))

@@ -26,6 +26,7 @@ from ..huggingface import encodings
 from ..index import boxes
 from ..index.check import check_chunk
 from ..index.checkpoint import ITEMSIZE, Checkpoint, Chunk, Chunks, TensorEntry, Value, joined
+from ..index.records import Records
 from ..layouts import Layout
 from ..storage.source import Source
 from .name_lookup import NameLookup
@@ -167,7 +168,7 @@ class LiveReader:
             rows = (entry.chunks[k] for k in sorted(places[name]))
             some[name] = replace(entry, chunks=Chunks.of(len(entry.shape), rows))
         assert self.layout.locate is not None  # only such a layout frames its items
-        found = self.layout.locate(replace(self.ckpt, tensors=some, records=[]), self.source)
+        found = self.layout.locate(replace(self.ckpt, tensors=some, records=Records()), self.source)
         for name in some:
             for k, chunk in zip(sorted(places[name]), found.tensors[name].chunks, strict=True):
                 self._check_chunk(name, found.tensors[name].dtype, chunk)
@@ -307,11 +308,11 @@ class LiveReader:
         framed = {n: t for n, t in some.items() if t.coding != "raw"}
         if framed:
             assert self.layout.locate is not None
-            some.update(self.layout.locate(replace(self.ckpt, tensors=framed, records=[]), self.source).tensors)
+            some.update(self.layout.locate(replace(self.ckpt, tensors=framed, records=Records()), self.source).tensors)
             for n in framed:
                 for chunk in some[n].chunks:
                     self._check_chunk(n, some[n].dtype, chunk)
-        found = tensor_digests(some, self.source, self.ckpt.files, [], silent)
+        found = tensor_digests(some, self.source, self.ckpt.files, Records(), silent)
         self.bytes_checked += sum(t.nbytes for t in some.values())
         self.source.assert_unchanged()
         self._check_digests(found)

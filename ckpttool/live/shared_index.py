@@ -29,7 +29,8 @@ from typing import Any
 from .. import layouts
 from ..engine import opening
 from ..errors import CkpttoolError, Corrupt
-from ..index.checkpoint import Checkpoint, Chunks, Extent, Record, TensorEntry
+from ..index.checkpoint import Checkpoint, Chunks, TensorEntry
+from ..index.records import Records
 from ..printable import printable
 from ..storage import urls
 from ..storage.source import Source
@@ -135,7 +136,7 @@ def locate_tensors(opened: opening.OpenCheckpoint, some: dict[str, TensorEntry])
         Corrupt: an item is damaged.
     """
     assert opened.layout.locate is not None  # only such a layout frames its items
-    return opened.layout.locate(replace(opened.checkpoint, tensors=some, records=[]), opened.source)
+    return opened.layout.locate(replace(opened.checkpoint, tensors=some, records=Records()), opened.source)
 
 
 # -------------------------------------------------------------------------------------------------------- the index
@@ -443,7 +444,7 @@ def _join_parts(ckpt: Checkpoint, parts: list[_LocatedPart]) -> Checkpoint:
     strides: dict[int, tuple[int, ...]] = {}
     zstd: dict[int, tuple[int, int | None]] = {}
     wrappers: dict[str, str] = {}
-    records = list(ckpt.records)
+    records = Records(ckpt.records)
     for rank, part in enumerate(parts):
         rows = np.flatnonzero(owner == rank)
         offset[rows], length[rows] = part.offset, part.length
@@ -451,7 +452,8 @@ def _join_parts(ckpt: Checkpoint, parts: list[_LocatedPart]) -> Checkpoint:
         zstd.update((int(rows[k]), z) for k, z in part.zstd.items())
         wrappers.update(part.wrappers)
         numbers = iter(part.records)
-        records += [Record(Extent(*r[:3]), r[3]) for r in zip(*[numbers] * 4, strict=True)]
+        for row in zip(*[numbers] * 4, strict=True):
+            records.add(*row)
     tensors: dict[str, TensorEntry] = {}
     first = 0
     for name, t in ckpt.tensors.items():

@@ -15,7 +15,7 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
-from ..index.checkpoint import Extent, Record
+from ..index.records import Extent, Record
 
 __all__ = ["FrameRead", "FramedFile", "LaterRecord", "Proof"]
 

@@ -36,9 +36,7 @@ from ckpttool.index.checkpoint import (
     Checkpoint,
     Chunk,
     Chunks,
-    Extent,
     Path,
-    Record,
     Salvage,
     TensorEntry,
     Value,
@@ -49,6 +47,7 @@ from ckpttool.index.checkpoint import (
 from ckpttool.index.composites import shape_of
 from ckpttool.index.names import canonical
 from ckpttool.index.paths import is_number_text
+from ckpttool.index.records import Extent, Record, Records
 from ckpttool.layouts import Layout, Place, ReadOptions, checkpoint_of, known_orders, late, with_tree_of
 from ckpttool.program import Advice, ForTrainer, Program, SeenFolder, Unfinished
 from ckpttool.storage.overlay import LostBytes
@@ -107,7 +106,7 @@ def read(where: Place, options: ReadOptions) -> Checkpoint:
     leaves: dict[Path, Any] = {}
     keys: dict[Path, str] = {}
     lost: dict[str, str] = {}
-    records: list[Record] = []
+    records = Records()
     try:
         sizes = [source.size(f) for f in index.files]
     except Corrupt:

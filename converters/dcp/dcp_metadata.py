@@ -19,12 +19,8 @@ from typing import IO, Any, ClassVar, TypeVar
 from ckpttool.errors import Corrupt, Unsafe, Unsupported
 from ckpttool.formats import pickles
 from ckpttool.formats.sandbox import stream_from_child
-from ckpttool.index.checkpoint import (
-    ITEMSIZE,
-    Chunks,
-    Extent,
-    joined,
-)
+from ckpttool.index.checkpoint import ITEMSIZE, Chunks, joined
+from ckpttool.index.records import Extent
 from ckpttool.storage.source import Source
 
 from .metadata_records import BoxRun, PartOfRecord, PlaceRun, RecordCutter, SecondOfPair

@@ -23,8 +23,8 @@ from ckpttool.formats import stored_tensors, torch_zip, zip_bytes
 from ckpttool.formats.pickles import Opaque
 from ckpttool.formats.subclasses import is_subclass
 from ckpttool.index import boxes
-from ckpttool.index.checkpoint import ITEMSIZE, Chunks, Extent, TensorEntry
-from ckpttool.index.records import Records
+from ckpttool.index.checkpoint import ITEMSIZE, Chunks, TensorEntry
+from ckpttool.index.records import Extent, Records
 from ckpttool.storage.frames import FrameRead, LaterRecord, Proof
 from ckpttool.storage.source import ReadAt, Source
 

@@ -23,10 +23,10 @@ from ckpttool.formats.pickles import Opaque
 from ckpttool.formats.stored_tensors import StoredTensor
 from ckpttool.formats.torch_pickles import TensorRef
 from ckpttool.index import boxes, composites
-from ckpttool.index.checkpoint import ITEMSIZE, Chunks, Extent, Path, Record, TensorEntry, joined
+from ckpttool.index.checkpoint import ITEMSIZE, Chunks, Path, TensorEntry, joined
 from ckpttool.index.composites import PLAIN, CannotCut, Composite
 from ckpttool.index.draft import Written
-from ckpttool.index.records import Records
+from ckpttool.index.records import Extent, Record, Records
 from ckpttool.storage.source import Source
 
 from .items import HEAD, TAIL, read_known
@@ -71,7 +71,7 @@ class _Part(NamedTuple):
 
 
 def read_object(
-    source: Source, files: Sequence[str], sizes: Sequence[int], t: TensorEntry, records: list[Record] | Records
+    source: Source, files: Sequence[str], sizes: Sequence[int], t: TensorEntry, records: Records
 ) -> Composite | None:
     """Return the object of a tensor subclass whose parts are the items of `t`, one part a rank.
 
@@ -152,7 +152,7 @@ def _refusal(name: str, about: Mapping[str, object], why: str) -> Unsupported:
     )
 
 
-def _join_parts(t: TensorEntry, parts: list[_Part], records: list[Record] | Records) -> Composite:
+def _join_parts(t: TensorEntry, parts: list[_Part], records: Records) -> Composite:
     """Join the parts that ranks saved of one object. The CRC32s of its tensors go to `records`.
 
     Raises:
@@ -200,7 +200,7 @@ def _join_parts(t: TensorEntry, parts: list[_Part], records: list[Record] | Reco
 
 
 def _join_mixed(
-    t: TensorEntry, parts: list[_Part], dense: list[tuple[int, int, StoredTensor, int]], records: list[Record] | Records
+    t: TensorEntry, parts: list[_Part], dense: list[tuple[int, int, StoredTensor, int]], records: Records
 ) -> Composite:
     """Join the parts of an object of which some ranks have plain tensors.
 

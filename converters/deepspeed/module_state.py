@@ -44,6 +44,7 @@ from ckpttool.index.checkpoint import (
 from ckpttool.index.composites import shape_of
 from ckpttool.index.fqns import EXTRA_STATE, strip_wrappers
 from ckpttool.index.names import canonical, with_canonical_keys
+from ckpttool.index.records import Records
 from ckpttool.layouts import Place, ReadOptions, checkpoint_of
 from ckpttool.storage.source import Source
 
@@ -544,7 +545,7 @@ class SaveReader:
         leaves.update(self.rest)
         named = with_canonical_keys(canonical(leaves, shape_of, like, same_bytes, self.options.only))
         out = checkpoint_of(named, layout, self.source.root, world, self.files.names, self.source)
-        out.records = list(self.files.records.values())
+        out.records = Records(self.files.records.values())
         ranks = {i: rank_of(n.rpartition("/")[2], self.tensor_ranks) for i, n in enumerate(self.files.names)}
         out.ranks = {i: r for i, r in ranks.items() if r is not None}
         out.notes = self.notes + out.notes

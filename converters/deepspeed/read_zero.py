@@ -11,6 +11,7 @@ from ckpttool.errors import Corrupt, Unsupported
 from ckpttool.formats.pickles import short
 from ckpttool.formats.stored_tensors import StoredTensor
 from ckpttool.index.checkpoint import ITEMSIZE, Checkpoint, Path, Salvage, TensorEntry, Value
+from ckpttool.index.records import Records
 from ckpttool.layouts import Place, ReadOptions
 
 from . import files as ds
@@ -611,5 +612,5 @@ def _replace_masters(out: Checkpoint, reading: SaveReader, model: File, masters:
     for alias, owner in ds.tied_names([model]).items():
         if f"model.{owner}" in out.tensors:
             out.tensors[f"model.{alias}"] = replace(out.tensors[f"model.{owner}"], path=("model", alias))
-    out.records = list(reading.files.records.values())
+    out.records = Records(reading.files.records.values())
     out.notes.append(DERIVED)

@@ -15,6 +15,7 @@ from ckpttool.index.checkpoint import Checkpoint, Leaves, Salvage, TensorEntry, 
 from ckpttool.index.composites import shape_of
 from ckpttool.index.fqns import EXTRA_STATE, strip_wrappers
 from ckpttool.index.names import canonical, with_canonical_keys
+from ckpttool.index.records import Records
 from ckpttool.layouts import ModelHints, Place, ReadOptions, checkpoint_of
 from ckpttool.storage.source import Source
 
@@ -90,7 +91,7 @@ def _read_folder(source: Source, options: ReadOptions) -> Checkpoint:
     named = with_canonical_keys(canonical(leaves, shape_of, like, same_bytes, options.only))
     out = checkpoint_of(named, "fsdp1", source.root, parts.world, files.names, source)
     out.notes = [*parts.notes, *out.notes]
-    out.records, out.config = list(files.records.values()), config
+    out.records, out.config = Records(files.records.values()), config
     out.ranks = {r.file: r.rank for ranks in (parts.model, *parts.optimizers) for r in ranks}
     if out.trainer is None and any(n.startswith("model_world_size_") for n in files.names):
         out.trainer = "verl"

@@ -34,9 +34,10 @@ from ckpttool import bounded_json
 from ckpttool.errors import Corrupt, IncompleteWeights, Unsafe, Unsupported
 from ckpttool.formats import other_files, safetensors_header
 from ckpttool.huggingface import model_files
-from ckpttool.index.checkpoint import Checkpoint, Chunk, Chunks, Extent, Path, Salvage, TensorEntry, joined
+from ckpttool.index.checkpoint import Checkpoint, Chunk, Chunks, Path, Salvage, TensorEntry, joined
 from ckpttool.index.fqns import strip_wrappers
 from ckpttool.index.names import CanonicalState
+from ckpttool.index.records import Extent
 from ckpttool.layouts import Layout, Place, ReadOptions, checkpoint_of, late
 from ckpttool.program import Advice, Program
 from ckpttool.storage import urls

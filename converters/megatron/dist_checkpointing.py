@@ -10,8 +10,9 @@ from ckpttool import bounded_json
 from ckpttool.errors import CkpttoolError, Corrupt, Unsupported, argument
 from ckpttool.formats import stored_tensors, torch_zip
 from ckpttool.formats.pickles import short
-from ckpttool.index.checkpoint import Checkpoint, Leaves, Path, Record, Salvage, TensorEntry, joined
+from ckpttool.index.checkpoint import Checkpoint, Leaves, Path, Salvage, TensorEntry, joined
 from ckpttool.index.names import CanonicalState, original_path
+from ckpttool.index.records import Records
 from ckpttool.index.trees import nest
 from ckpttool.layouts import Place, ReadOptions, checkpoint_of
 from ckpttool.storage.overlay import LostBytes
@@ -194,7 +195,7 @@ class _Section:
             LostBytes: the bytes of one are not there.
         """
         wanted = {f"model.{k}": self.tensors[k] for k in keys}
-        found = dcp.locate(replace(self.ckpt, tensors=wanted, values={}, records=[]), self.source)
+        found = dcp.locate(replace(self.ckpt, tensors=wanted, values={}, records=Records()), self.source)
         self.ckpt.records.extend(found.records)
         return {k: found.tensors[f"model.{k}"] for k in keys}
 
@@ -251,7 +252,7 @@ class _State:
     leaves: Leaves = field(default_factory=dict)
     objects: dict[str, Leaves] = field(default_factory=dict)  # {key: {path inside: leaf}}
     files: list[str] = field(default_factory=list)
-    records: list[Record] = field(default_factory=list)
+    records: Records = field(default_factory=Records)
     ranks: dict[int, int] = field(default_factory=dict)
     tails: dict[int, int] = field(default_factory=dict)
     lost: dict[str, str] = field(default_factory=dict)  # {canonical name: why}

@@ -27,6 +27,7 @@ from ckpttool.index.checkpoint import (
 )
 from ckpttool.index.composites import class_label, shape_of
 from ckpttool.index.names import ROLES, canonical
+from ckpttool.index.records import Records
 from ckpttool.layouts import Place, ReadOptions, checkpoint_of, known_orders
 from ckpttool.storage.source import Source
 
@@ -66,7 +67,7 @@ def read(where: Place, options: ReadOptions) -> Checkpoint:
     if described:
         files.number(METADATA)
     out = checkpoint_of(named, "torch_checkpointing", source.root, world, files.names, source)
-    out.records, out.ranks = list(files.records.values()), reading.ranks
+    out.records, out.ranks = Records(files.records.values()), reading.ranks
     out.notes += files.notes
     record_other_copies(files.unlike, out)
     return out

@@ -496,7 +496,8 @@ def _read_data(source: Source, part: DirectoryPart, options: ReadOptions, whole:
         read_at = source.reader_of(part.name)
         out.notes += torch_zip.refuse_other_rank(read_at, out.sizes[0], what, options.allow_equal_ranks)
         tree = torch_zip.read(read_at, 0, source.size(part.name), what)
-        leaves, out.records = stored_tensors.leaves(tree, (), 0, read_at, what)
+        leaves, records = stored_tensors.leaves(tree, (), 0, read_at, what)
+        out.records.extend(records)
     if part.layout != DATA and () in leaves:
         raise Corrupt(f"{what} holds {short(leaves[()])}, not a dict with names.", code="CKPT0406")
     if part.layout == _OURS:

@@ -10,17 +10,18 @@ from pathlib import Path
 
 import pytest
 import torch
-from ckpttool.converters.dcp.items import HEAD, TAIL, Items, Template, make_template, read_windows
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from ckpttool.converters.dcp.items import HEAD, TAIL, Items, Template, make_template, read_windows
 from ckpttool.errors import CkpttoolError
 from ckpttool.formats import torch_zip
 from ckpttool.formats.crc import crc32
 from ckpttool.formats.stored_tensors import StoredTensor
 from ckpttool.formats.torch_pickles import TensorRef, make_head, pickle_tree
 from ckpttool.formats.zip_bytes import central_directory, data_descriptor, local_header
-from ckpttool.index.checkpoint import ITEMSIZE, Chunks, Extent, Record, TensorEntry
+from ckpttool.index.checkpoint import ITEMSIZE, Chunks, TensorEntry
+from ckpttool.index.records import Extent, Record
 from ckpttool.storage.source import Source
 
 pytestmark = pytest.mark.filterwarnings("ignore:ComplexHalf")

@@ -10,14 +10,14 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from ckpttool.converters.options import DirectoryOptions
-from ckpttool.converters.trainers.dialect import DATA, Dialect, DirectoryPart
-from ckpttool.converters.trainers.join import SmallFile, data_files, joined_drafts, left_over, state_drafts
 from commands import ckpttool_here as run
 from peers import FIXTURES, hooks
 
 import ckpttool
 from ckpttool import layouts
+from ckpttool.converters.options import DirectoryOptions
+from ckpttool.converters.trainers.dialect import DATA, Dialect, DirectoryPart
+from ckpttool.converters.trainers.join import SmallFile, data_files, joined_drafts, left_over, state_drafts
 from ckpttool.engine.discover.detection import below
 from ckpttool.index.checkpoint import Checkpoint
 from ckpttool.index.checkpoint import Path as Keys

@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 import torch
-from ckpttool.converters.deepspeed.geometry import concatenate_parameters, partition_parameters, split_into_subgroups
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from peers import FIXTURES, difference, load_full, ranks_for, same_value, tensors_of
@@ -36,6 +35,7 @@ from zero_files import (
 )
 
 import ckpttool
+from ckpttool.converters.deepspeed.geometry import concatenate_parameters, partition_parameters, split_into_subgroups
 from ckpttool.errors import CkpttoolError, Corrupt, Unsafe, Unsupported, UsageError
 from ckpttool.index.boxes import flat_to_boxes
 

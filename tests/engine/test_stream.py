@@ -27,8 +27,9 @@ from ckpttool.engine.copy.tensor_digests import tensor_digests
 from ckpttool.engine.copy.zstd_frames import decompress_ends
 from ckpttool.errors import Corrupt, SourceChanged, Unsafe
 from ckpttool.index import boxes
-from ckpttool.index.checkpoint import ITEMSIZE, Checkpoint, Chunk, Chunks, Extent, Record, TensorEntry
+from ckpttool.index.checkpoint import ITEMSIZE, Checkpoint, Chunk, Chunks, TensorEntry
 from ckpttool.index.draft import Draft, DraftFile
+from ckpttool.index.records import Extent, Record, Records
 from ckpttool.storage import source as store
 from ckpttool.storage.buffers import IOBudget
 from ckpttool.storage.local_destination import LocalDestination
@@ -193,7 +194,7 @@ class Made(NamedTuple):
     whole: Any
     chunks: Chunks
     file: bytes
-    records: list[Record]
+    records: Records
 
     def __repr__(self) -> str:
         return f"<{self.dtype} {self.whole.shape} in {self.chunks[:]}>"
@@ -210,7 +211,7 @@ def a_tensor(draw: st.DrawFn) -> Made:
     item = ITEMSIZE[dtype]
     dice = random.Random(draw(st.integers(0, 1 << 32)))
     whole = np.frombuffer(dice.randbytes(prod(shape) * item), f"V{item}").reshape(shape)
-    chunks, file, records = Chunks(len(shape)), bytearray(), []
+    chunks, file, records = Chunks(len(shape)), bytearray(), Records()
     for box in draw(a_chunking(shape)):
         raw, strides, zstd = stored(whole, box, draw(st.sampled_from(("plain", "plain", "strided", "zstd"))), dice)
         file += dice.randbytes(dice.choice((0, 1, 13, 4096)))
@@ -305,7 +306,7 @@ def test_large_reads_around_the_page_cache_give_the_bytes_of_the_file(tmp_path: 
             os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
         n = len(data) - offset
         entry = TensorEntry("uint8", (n,), ("t",), Chunks.whole((n,), 0, offset, n))
-        records = [Record(Extent(0, offset, n), zlib.crc32(data[offset:]))]
+        records = Records([Record(Extent(0, offset, n), zlib.crc32(data[offset:]))])
         assert (
             put_together(Reader(source, ["f"], records, IOBudget(2, 1 << 20)), entry, "uint8", False) == data[offset:]
         )
@@ -319,13 +320,13 @@ def test_a_scalar_plain_or_compressed_is_read(tmp_path: Path) -> None:
             (Chunk((), (), Extent(0, 8, len(packed)), None, (0, None)), b"abcdefgh"),
         ):
             entry = TensorEntry("int64", (), ("t",), Chunks.of(0, [chunk]))
-            assert put_together(Reader(source, ["f"], (), TINY), entry, "int64", False) == want
+            assert put_together(Reader(source, ["f"], None, TINY), entry, "int64", False) == want
 
 
 def test_an_expanded_tensor_is_its_one_element_many_times(tmp_path: Path) -> None:
     with one_file(tmp_path, b"1234") as source:
         entry = TensorEntry("float32", (50, 300), ("t",), Chunks.whole((50, 300), 0, 0, 4, (0, 0)))
-        assert put_together(Reader(source, ["f"], (), TINY), entry, "float32", False) == b"1234" * 15000
+        assert put_together(Reader(source, ["f"], None, TINY), entry, "float32", False) == b"1234" * 15000
 
 
 def test_compressed_chunks_that_are_damaged_or_too_short_are_corrupt(tmp_path: Path) -> None:
@@ -340,7 +341,7 @@ def test_compressed_chunks_that_are_damaged_or_too_short_are_corrupt(tmp_path: P
         with one_file(tmp_path, data) as source, pytest.raises(Corrupt, match=said):
             chunk = Chunk((0,), (60_000,), Extent(0, 0, len(data)), None, (0, crc))
             entry = TensorEntry("uint8", (60_000,), ("t",), Chunks.of(1, [chunk]))
-            put_together(Reader(source, ["f"], (), TINY), entry, "uint8", False)
+            put_together(Reader(source, ["f"], None, TINY), entry, "uint8", False)
 
 
 def test_a_file_that_became_shorter_is_a_changed_source(tmp_path: Path) -> None:
@@ -349,7 +350,7 @@ def test_a_file_that_became_shorter_is_a_changed_source(tmp_path: Path) -> None:
         os.truncate(tmp_path / "f", 100)
         entry = TensorEntry("uint8", (5000,), ("t",), Chunks.whole((5000,), 0, 0, 5000))
         with pytest.raises(SourceChanged):
-            put_together(Reader(source, ["f"], (), TINY), entry, "uint8", False)
+            put_together(Reader(source, ["f"], None, TINY), entry, "uint8", False)
         with pytest.raises(SourceChanged):
             source.assert_unchanged()
 
@@ -357,7 +358,7 @@ def test_a_file_that_became_shorter_is_a_changed_source(tmp_path: Path) -> None:
 def test_a_block_that_is_dropped_early_leaves_the_reader_usable(tmp_path: Path) -> None:
     data = random.Random(0).randbytes(200_000)
     with one_file(tmp_path, data) as source:
-        reader = Reader(source, ["f"], (), TINY)
+        reader = Reader(source, ["f"], None, TINY)
         entry = TensorEntry("uint8", (200_000,), ("t",), Chunks.whole((200_000,), 0, 0, 200_000))
         stream = reader.blocks([StreamJob("t", entry)])
         next(stream)
@@ -409,7 +410,7 @@ def pieces(length: int, cuts: list[int]) -> list[tuple[int, int]]:
 def test_sums_find_any_flipped_byte_with_pieces_in_any_order(data: st.DataObject) -> None:
     raw = data.draw(st.binary(min_size=1, max_size=60))
     base = data.draw(st.integers(0, 100))
-    records = [Record(Extent(0, base, len(raw)), zlib.crc32(raw)), Record(Extent(0, base + len(raw), 5), 0)]
+    records = Records([Record(Extent(0, base, len(raw)), zlib.crc32(raw)), Record(Extent(0, base + len(raw), 5), 0)])
     bad = bytearray(raw)
     flipped = data.draw(st.booleans())
     if flipped:
@@ -424,7 +425,7 @@ def test_sums_find_any_flipped_byte_with_pieces_in_any_order(data: st.DataObject
 
 def test_sums_of_bytes_that_are_read_again_behind_others_are_no_damage() -> None:
     raw = bytes(range(25))
-    crcs = CrcVerifier([Record(Extent(0, 0, 25), zlib.crc32(raw))])
+    crcs = CrcVerifier(Records([Record(Extent(0, 0, 25), zlib.crc32(raw))]))
     for a, b in ((10, 20), (0, 10), (10, 20), (20, 25)):
         assert told(crcs, 0, a, memoryview(raw)[a:b]) is None
     assert list(crcs.missing_parts()) == []
@@ -437,7 +438,7 @@ def test_sums_of_pieces_that_are_read_again_find_every_flipped_byte_and_no_other
     flipped = data.draw(st.booleans())
     if flipped:
         bad[data.draw(st.integers(0, 39))] ^= data.draw(st.integers(1, 255))
-    crcs = CrcVerifier([Record(Extent(0, 0, 40), zlib.crc32(raw))])
+    crcs = CrcVerifier(Records([Record(Extent(0, 0, 40), zlib.crc32(raw))]))
     parts = st.sampled_from([(a, b) for a in range(0, 40, 10) for b in range(a + 10, 50, 10)])
     read = data.draw(st.lists(parts, min_size=1, max_size=8))
     answers = [told(crcs, 0, a, memoryview(bad)[a:b]) for a, b in read]
@@ -448,7 +449,7 @@ def test_sums_of_pieces_that_are_read_again_find_every_flipped_byte_and_no_other
 
 
 def test_unfinished_are_the_gaps_of_what_was_begun() -> None:
-    crcs = CrcVerifier([Record(Extent(0, 10, 20), 1), Record(Extent(0, 50, 5), 2), Record(Extent(1, 0, 8), 3)])
+    crcs = CrcVerifier(Records([Record(Extent(0, 10, 20), 1), Record(Extent(0, 50, 5), 2), Record(Extent(1, 0, 8), 3)]))
     told(crcs, 0, 14, memoryview(b"1234"))
     told(crcs, 1, 0, memoryview(b"12"))
     told(crcs, 0, 20, memoryview(b"1"))
@@ -456,7 +457,7 @@ def test_unfinished_are_the_gaps_of_what_was_begun() -> None:
 
 
 def test_bytes_outside_of_records_and_files_without_any_mean_nothing() -> None:
-    crcs = CrcVerifier([Record(Extent(0, 10, 4), zlib.crc32(b"abcd"))])
+    crcs = CrcVerifier(Records([Record(Extent(0, 10, 4), zlib.crc32(b"abcd"))]))
     assert told(crcs, 0, 0, memoryview(b"12345")) is None
     assert told(crcs, 3, 10, memoryview(b"abcd")) is None
     assert told(crcs, 0, 12, memoryview(b"12345")) is None
@@ -477,7 +478,7 @@ def test_a_draft_in_any_boxes_is_filled_from_a_source_in_any_others(
     """Every chunk of the destination in a file of its own, so that all of them grow at once, as for a 2-D mesh."""
     made = {"a": one, "b": two}
     names = [f"{n}.src" for n in made]
-    sources, records = {}, []
+    sources, records = {}, Records()
     for i, (n, (dtype, whole, chunks, raw, crcs)) in enumerate(made.items()):
         (folder / names[i]).write_bytes(raw)
         moved = Chunks.of(len(whole.shape), [c._replace(extent=c.extent._replace(file=i)) for c in chunks])
@@ -523,7 +524,7 @@ def test_digests_are_over_row_major_bytes_whatever_the_chunks(tmp_path: Path) ->
                 Chunks.of(2, [Chunk((0, 3), (4, 3), Extent(0, 288, 96)), Chunk((0, 0), (4, 3), Extent(0, 192, 96))]),
             ),
         }  # fmt: skip
-        found = tensor_digests(entries, source, ["f"], (), lambda *_: None, budget=TINY)
+        found = tensor_digests(entries, source, ["f"], Records(), lambda *_: None, budget=TINY)
     assert found["whole"] == found["halves"] == blake3(whole.tobytes()).hexdigest()
 
 
@@ -542,7 +543,7 @@ def test_two_threads_that_read_more_files_than_are_kept_open_get_the_bytes_of_th
         with Source(tmp_path) as source:
             assert (
                 put_together(
-                    Reader(source, [str(i) for i in range(24)], (), IOBudget(4, 32 << 10)), entry, "uint8", False
+                    Reader(source, [str(i) for i in range(24)], None, IOBudget(4, 32 << 10)), entry, "uint8", False
                 )
                 == want
             )
@@ -551,11 +552,11 @@ def test_two_threads_that_read_more_files_than_are_kept_open_get_the_bytes_of_th
 # ------------------------------------------------------------------------------------------------------ tiny pieces
 
 
-def tiny_pieces(folder: Path, pieces: int, files: int) -> tuple[dict[str, TensorEntry], list[Record], dict[str, bytes]]:
+def tiny_pieces(folder: Path, pieces: int, files: int) -> tuple[dict[str, TensorEntry], Records, dict[str, bytes]]:
     """Tensors of a few bytes in some files, with a kilobyte between them, one row of each tensor in each file."""
     rng = random.Random(5)
     data = [bytearray(rng.randbytes(100)) for _ in range(files)]
-    tensors, records, expected = {}, [], {}
+    tensors, records, expected = {}, Records(), {}
     for i in range(pieces):
         width = rng.choice((1, 8, 100, 255))
         chunks = Chunks(2)

@@ -25,6 +25,7 @@ from ckpttool.formats.stored_tensors import Inline
 from ckpttool.formats.torch_pickles import TensorRef
 from ckpttool.formats.torch_zip_writer import TorchFiles
 from ckpttool.index.checkpoint import ITEMSIZE, Checkpoint, Chunks, TensorEntry
+from ckpttool.index.records import Records
 from ckpttool.storage.local_destination import LocalDestination
 from ckpttool.storage.source import Source
 
@@ -78,7 +79,7 @@ def built(folder: Path, made: Any, stop_after: int | None = None) -> dict[str, b
             if attempt and stop_after:
                 assert staging.earlier.done, "the second run goes on from the journal of the first"
             try:
-                fill.fill(draft, source, ["in.bin"], [], staging, watch if not attempt else lambda *_: None)
+                fill.fill(draft, source, ["in.bin"], Records(), staging, watch if not attempt else lambda *_: None)
             except Enough:
                 staging.release()
                 continue

@@ -12,17 +12,8 @@ from hypothesis import strategies as st
 import ckpttool
 from ckpttool.errors import Corrupt
 from ckpttool.index.check import check
-from ckpttool.index.checkpoint import (
-    ITEMSIZE,
-    NOT_TORCHS,
-    Checkpoint,
-    Chunk,
-    Chunks,
-    Extent,
-    TensorEntry,
-    Value,
-    joined,
-)
+from ckpttool.index.checkpoint import ITEMSIZE, NOT_TORCHS, Checkpoint, Chunk, Chunks, TensorEntry, Value, joined
+from ckpttool.index.records import Extent
 
 
 def checkpoint(entry: TensorEntry, sizes: tuple[int, ...] = (1000, 1000)) -> Checkpoint:

@@ -22,7 +22,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from math import prod
 from typing import Any
 
@@ -31,8 +31,9 @@ from blake3 import blake3
 from ...errors import Corrupt, argument
 from ...formats.crc import crc32, crc32_combine
 from ...index import boxes
-from ...index.checkpoint import ITEMSIZE, Record, TensorEntry, joined
+from ...index.checkpoint import ITEMSIZE, TensorEntry, joined
 from ...index.draft import Draft, EarlierFile, Sink, Written
+from ...index.records import Records
 from ...options import Progress, silent
 from ...printable import count_noun
 from ...storage.buffers import DEFAULT_BUDGET, IOBudget
@@ -95,7 +96,7 @@ def fill(
     draft: Draft,
     source: Source,
     files: list[str],
-    records: Sequence[Record],
+    records: Records,
     destination: Destination,
     progress: Progress,
     budget: IOBudget = DEFAULT_BUDGET,
@@ -300,7 +301,7 @@ class _Filling(Scatter):
         draft: Draft,
         source: Source,
         files: list[str],
-        records: Sequence[Record],
+        records: Records,
         destination: Destination,
         budget: IOBudget,
     ) -> None:
@@ -387,7 +388,7 @@ class _Filling(Scatter):
         here = built is not None
         if built is not None:
             folder = built if os.path.isdir(built) else os.path.dirname(built)
-            reader = Reader(Source(folder), [f.name for f in self.draft.files], (), self.budget)
+            reader = Reader(Source(folder), [f.name for f in self.draft.files], None, self.budget)
             sources = tensors
         else:
             reader = Reader(self.source, self.files, self.records, self.budget)

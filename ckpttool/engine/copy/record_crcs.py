@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import threading
 from bisect import bisect_right
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from operator import itemgetter
 
 from ...formats.crc import crc32, crc32_combine
-from ...index.checkpoint import Record
-from ...index.records import RecordsOfFiles, sort_records
+from ...index.records import Record, Records
 
 __all__ = ["CrcMismatch", "CrcVerifier"]
 
@@ -21,8 +20,8 @@ class CrcMismatch(Exception):
 class CrcVerifier:
     """Checks the CRC32s of records while their bytes are read, in any order and in any pieces."""
 
-    def __init__(self, records: RecordsOfFiles) -> None:
-        self._records = records if isinstance(records, Mapping) else sort_records(records)
+    def __init__(self, records: Records) -> None:
+        self._records = records.by_file()
         #: {(file, number of the record): [(start, end, crc)], sorted}
         self._seen: dict[tuple[int, int], list[tuple[int, int, int]]] = {}
         self._done: set[tuple[int, int]] = set()

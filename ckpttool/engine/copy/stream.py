@@ -29,8 +29,8 @@ from typing import TYPE_CHECKING, Any
 
 from ...errors import Corrupt
 from ...index import boxes
-from ...index.checkpoint import ITEMSIZE, Checkpoint, Chunk, Record, TensorEntry
-from ...index.records import RecordsOfFiles
+from ...index.checkpoint import ITEMSIZE, Checkpoint, Chunk, TensorEntry
+from ...index.records import Record, Records
 from ...storage.buffers import ALIGN, DEFAULT_BUDGET, BufferPool, IOBudget, Lease
 from ...storage.source import Source, read_error
 from .block_plans import BlockPlan, StreamJob, plan_blocks
@@ -96,17 +96,20 @@ class Reader:
     """Streams tensors of one source.
 
     Its buffers, three and three more for each thread, are all the memory it takes.
+
+    Args:
+        records: byte ranges whose CRC32s are compared with the bytes as they are read; None compares nothing.
     """
 
     def __init__(
         self,
         source: Source,
         files: Sequence[str],
-        records: RecordsOfFiles = (),
+        records: Records | None = None,
         budget: IOBudget = DEFAULT_BUDGET,
     ) -> None:
         self.source, self.files = source, files
-        self.crcs = CrcVerifier(records)
+        self.crcs = CrcVerifier(records or Records())
         self.block_bytes = budget.buffer_bytes - 2 * ALIGN  # an aligned read takes in up to a page before and after
         self._threads = budget.reader_threads(source)
         # blocks that are read or wait; more would have left the cache when their turn comes
@@ -590,20 +593,15 @@ def _put_into_slab(
     target[place] = np.frombuffer(got, dtype=kind).reshape(part[2])
 
 
-def small(
-    ckpt: Checkpoint, source: Source, names: Iterable[str], records: RecordsOfFiles | None = None
-) -> dict[str, bytes]:
+def small(ckpt: Checkpoint, source: Source, names: Iterable[str]) -> dict[str, bytes]:
     """Read small tensors into memory and return {name: row-major bytes}; the records that they lie in are checked to
     their ends before.
-
-    Args:
-        records: those of the checkpoint if None.
 
     Raises:
         Corrupt: bytes do not have the CRC32 that the source says.
     """
     out: dict[str, bytearray] = {n: bytearray() for n in names}
-    reader = Reader(source, ckpt.files, ckpt.records if records is None else records, IOBudget(1, 256 << 10))
+    reader = Reader(source, ckpt.files, ckpt.records, IOBudget(1, 256 << 10))
     for block in reader.blocks([StreamJob(n, ckpt.tensors[n]) for n in out]):
         out[block.name] += block.data
     reader.finish()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -11,7 +11,8 @@ from typing import Any
 from blake3 import blake3
 
 from ...formats.stored_tensors import Inline
-from ...index.checkpoint import Checkpoint, Record, TensorEntry, Value, joined
+from ...index.checkpoint import Checkpoint, TensorEntry, Value, joined
+from ...index.records import Records
 from ...progress import hear_progress
 from ...storage.buffers import DEFAULT_BUDGET, IOBudget
 from ...storage.source import Source
@@ -87,7 +88,7 @@ def tensor_digests(
     tensors: dict[str, TensorEntry],
     source: Source,
     files: list[str],
-    records: Sequence[Record],
+    records: Records,
     progress: Progress,
     what: str = "digest",
     dtypes: dict[str, str] | None = None,
@@ -116,7 +117,7 @@ def tensor_digests_and_crcs(
     tensors: dict[str, TensorEntry],
     source: Source,
     files: list[str],
-    records: Sequence[Record],
+    records: Records,
     budget: IOBudget,
     seen: Callable[[Block], None] | None = None,
 ) -> dict[str, Any]:

@@ -7,7 +7,7 @@ from typing import IO, Any
 
 from ...errors import Corrupt, Unsafe
 from ...formats.crc import crc32
-from ...index.checkpoint import Extent
+from ...index.records import Extent
 from ...storage.source import Source
 
 __all__ = ["ZstdDecoder", "decompress_ends"]

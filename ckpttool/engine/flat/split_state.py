@@ -426,7 +426,7 @@ def _has_several_values(ckpt: Checkpoint, source: Source, fqn: str) -> bool:
     t = ckpt.tensors[f"model.{fqn}"]
     item = ITEMSIZE[t.dtype]
     seen: set[bytes] = set()
-    for block in Reader(source, ckpt.files, (), IOBudget(1, 256 << 10)).blocks([StreamJob(fqn, t)]):
+    for block in Reader(source, ckpt.files, None, IOBudget(1, 256 << 10)).blocks([StreamJob(fqn, t)]):
         if len(seen) < 2:
             data = bytes(block.data[: 64 << 10])
             seen.update(data[i : i + item] for i in range(0, len(data), item))

@@ -18,8 +18,9 @@ from typing import TYPE_CHECKING, NamedTuple
 from ...errors import CkpttoolError, Corrupt, Unsupported, argument
 from ...huggingface.decoding import FORMULAS, Rows
 from ...huggingface.encodings import OF_ACTIVATIONS, Encoded, Encodings
-from ...index.checkpoint import PACKED, Checkpoint, Chunks, Extent, TensorEntry, joined, tied_weights
+from ...index.checkpoint import PACKED, Checkpoint, Chunks, TensorEntry, joined, tied_weights
 from ...index.draft import Dropped
+from ...index.records import Extent
 from ..computed_files import BoxReader, ComputedFiles, cast_array
 from ..copy.dtypes import numpy_dtype
 from ..handle import TensorHandle, parse_index

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from ...errors import Corrupt, Unsupported, UsageError, argument
 from ...huggingface.encodings import Encoded, Encodings
-from ...index.checkpoint import Checkpoint, Chunk, Chunks, Extent, TensorEntry, joined
+from ...index.checkpoint import Checkpoint, Chunk, Chunks, TensorEntry, joined
 from ...index.composites import (
     MARK,
     PLAIN,
@@ -34,6 +34,7 @@ from ...index.composites import (
     without_plain_rows,
 )
 from ...index.draft import Dropped
+from ...index.records import Extent
 from ...storage.overlay import ComputedSource
 from ...storage.source import Source
 from ..computed_files import BoxReader, ComputedFiles

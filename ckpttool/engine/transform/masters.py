@@ -219,7 +219,8 @@ def _compare(
         rows: (name of the weight, flat index of the part's first element, (part of the master, part of the weight)).
     """
     streams = [
-        Reader(source, ckpt.files, (), budget).blocks([StreamJob(n, both[k]) for n, _, both in rows]) for k in range(2)
+        Reader(source, ckpt.files, None, budget).blocks([StreamJob(n, both[k]) for n, _, both in rows])
+        for k in range(2)
     ]
     looked_at: dict[str, int] = {}
     for name, start, (master, weight) in rows:

@@ -22,7 +22,8 @@ from typing import TYPE_CHECKING, Any
 
 from ...errors import Corrupt, Unsupported
 from ...formats.pickles import Opaque
-from ...index.checkpoint import Extent, TensorEntry
+from ...index.checkpoint import TensorEntry
+from ...index.records import Extent
 from ..computed_files import BoxReader, ComputedFiles, cast_array
 from ..copy.dtypes import numpy_dtype
 

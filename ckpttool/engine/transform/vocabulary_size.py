@@ -12,6 +12,7 @@ from math import prod
 
 from ...errors import Unsupported, UsageError, argument
 from ...index.checkpoint import ITEMSIZE, Checkpoint, Chunks, TensorEntry
+from ...index.records import Records
 from ...index.vocabulary import vocabulary_of
 from ...storage.buffers import IOBudget
 from ...storage.overlay import ENDLESS, ZEROS, JoinedSource
@@ -56,7 +57,7 @@ def resize_vocabulary(opened: tuple[Checkpoint, Source], size: int) -> tuple[Che
     for fqn in sorted(with_rows, key=lambda n: -len(with_rows[n])):
         t, rows = weights[fqn], with_rows[fqn]
         if size < t.shape[0]:
-            tail = tensor_digests({fqn: _rows(t, size, t.shape[0])}, source, ckpt.files, (), silent)[fqn]
+            tail = tensor_digests({fqn: _rows(t, size, t.shape[0])}, source, ckpt.files, Records(), silent)[fqn]
             if tail not in tails:
                 _refuse_learned(ckpt, source, fqn, rows, size)
             tails.add(tail)
@@ -174,7 +175,7 @@ def odd_rows(ckpt: Checkpoint, source: Source, t: TensorEntry) -> tuple[list[int
     other: list[int] = []
     left = b""  # a row that a block has begun
     k = 0
-    for block in Reader(source, ckpt.files, (), IOBudget(1, 1 << 20)).blocks([StreamJob("rows", t)]):
+    for block in Reader(source, ckpt.files, None, IOBudget(1, 1 << 20)).blocks([StreamJob("rows", t)]):
         data = left + bytes(block.data)
         for at in range(0, len(data) - row_bytes + 1, row_bytes):
             row = data[at : at + row_bytes]

@@ -19,8 +19,9 @@ from dataclasses import replace
 from math import prod
 from typing import Any
 
-from ...index.checkpoint import ITEMSIZE, Record, TensorEntry
+from ...index.checkpoint import ITEMSIZE, TensorEntry
 from ...index.draft import Draft, Written
+from ...index.records import Records
 from ...storage.buffers import IOBudget
 from ...storage.local_file import WriterPool
 from ...storage.local_range import LocalRange
@@ -85,7 +86,7 @@ def fill_part(
     draft: Draft,
     source: Source,
     files: list[str],
-    records: Sequence[Record],
+    records: Records,
     part: WorkPart,
     tree: SharedTree | SharedObjects,
     budget: IOBudget,
@@ -254,7 +255,7 @@ def send_cells(
             entry, at = _rows_in_cell(tensors[name], draft.sources[name], row, begin, begin + length)
             jobs.append(StreamJob(str(len(jobs)), entry, tensors[name].dtype))
             starts[-1].append(at)
-    stream = Reader(source, files, (), budget).blocks(jobs)
+    stream = Reader(source, files, None, budget).blocks(jobs)
     try:
         for (file, number, length, _chunks, between), of_cell in zip(cells, starts, strict=True):
             begin, end = number * objects.part_bytes, number * objects.part_bytes + length

@@ -168,7 +168,7 @@ def _read_array(opened: OpenCheckpoint, ckpt: Checkpoint, name: str) -> Array:
 
     entry = ckpt.tensors[name]
     out = np.empty(entry.numel, dtype=numpy_dtype(entry.dtype))
-    reader = Reader(opened.source, ckpt.files, opened.sorted_records())
+    reader = Reader(opened.source, ckpt.files, ckpt.records)
     for block in reader.blocks([StreamJob(name, entry)]):
         if block.count:
             out[block.first : block.first + block.count] = np.frombuffer(block.data, dtype=out.dtype)

@@ -34,6 +34,7 @@ from ckpttool.formats.stored_tensors import StoredTensor
 from ckpttool.index import boxes
 from ckpttool.index.checkpoint import Checkpoint, Chunks, Leaves, Path, TensorEntry
 from ckpttool.index.names import CanonicalState
+from ckpttool.index.records import Records
 from ckpttool.layouts import checkpoint_of
 from ckpttool.storage.source import Source
 
@@ -272,7 +273,7 @@ def checkpoint_of_ranks(ranks: RankedSave, optimizer: Mapping[Path, TensorEntry]
     world = world if isinstance(world, int) else len(ranks.ranks)
     named = CanonicalState(leaves, {}, TRAINER, notes)
     out = checkpoint_of(named, "megatron", source.root, world, ranks.files.names, source)
-    out.records, out.ranks = list(ranks.files.records.values()), {r.number: k for k, r in enumerate(ranks.ranks)}
+    out.records, out.ranks = Records(ranks.files.records.values()), {r.number: k for k, r in enumerate(ranks.ranks)}
     return out
 
 
