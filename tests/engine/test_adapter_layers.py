@@ -174,6 +174,7 @@ class Moe(torch.nn.Module):
 BOTH = ["experts.gate_up_proj", "experts.down_proj"]
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("transposed", [False, True])
 @pytest.mark.parametrize("inner", [7, 5], ids=["odd", "square"])

@@ -115,6 +115,7 @@ def found_in(path: Path) -> dict[str, Tensor]:
         return {n.removeprefix("model."): opened[n].torch() for n in opened if n.startswith("model.")}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", OF_ENGINES)
 @pytest.mark.parametrize("accumulate", WIDE)
 @pytest.mark.usefixtures("blocks")
@@ -140,6 +141,7 @@ def test_three_saves_of_engines_have_the_average_of_their_gathered_states(
     assert {name.partition(".")[0] for name, _, _ in done.dropped} >= {"optim"}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("keywords", "combine"),
     [({}, mean), ({"coefficients": (0.2, 0.3, 0.5)}, weighted(0.2, 0.3, 0.5)), ({"ema_decay": 0.9}, ema(0.9)),

@@ -22,6 +22,7 @@ def double(page: Page) -> Any:
     return page.values * 2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("source", ["awkward_w3", "zero3_w4", "zero2_w3_bf16", "fsdp2_w2_zstd", "fsdp2_w3_tied_bf16"])
 @pytest.mark.parametrize("to", ["dcp", "full"])
 def test_what_matches_is_what_the_function_computes_and_the_rest_is_as_it_was(

@@ -98,6 +98,7 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("spoil", [lose_tensor, lose_value, lose_value_in_place, alter_value, alter_list_in_place])
 @pytest.mark.parametrize("to", conserved.WRITTEN)
 def test_a_writer_that_is_given_less_or_other_state_is_found_before_a_byte_is_written(
@@ -130,6 +131,7 @@ def test_a_writer_that_is_given_less_or_other_state_is_found_before_a_byte_is_wr
     assert refused >= len(SEEDS) - 3
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("first", range(0, 90, 15))
 def test_generated_states_are_conserved(first: int, tmp_path: Path) -> None:
     """Every pair of written layouts occurs; `make torture` takes 10,000 more."""
@@ -229,6 +231,7 @@ ODD_KEYS: list[dict[str, Any]] = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("to", conserved.WRITTEN)
 def test_components_that_are_no_dict_with_names(to: str, tmp_path: Path) -> None:
     weights = {"a.weight": torch.randn(7, 3), "a.bias": torch.randn(1)}

@@ -307,6 +307,7 @@ def make(spec: dict[str, tuple[str, tuple[int, ...], int]]) -> State:
     return out
 
 
+@pytest.mark.slow
 @given(STATES, STATES)
 @settings(max_examples=40)
 def test_a_delta_applied_to_its_base_is_the_other_checkpoint(

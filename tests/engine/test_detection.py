@@ -252,6 +252,7 @@ def test_a_lost_shard_and_an_empty_file(tmp_path: Path) -> None:
     ]  # fmt: skip
 
 
+@pytest.mark.slow
 def test_a_store_is_listed_and_nothing_in_it_is_read(monkeypatch: pytest.MonkeyPatch, job: Path) -> None:
     s3 = moto()
     url = s3.bucket(monkeypatch)

@@ -179,6 +179,7 @@ def test_large_integers_that_differ_by_one_differ_by_one(tmp_path: Path) -> None
 DTYPES = [d for d in ITEMSIZE if hasattr(torch, d)]
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:ComplexHalf support")
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_the_command_compares_every_dtype_with_itself_and_with_others(dtype: str, tmp_path: Path) -> None:

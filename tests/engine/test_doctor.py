@@ -69,6 +69,7 @@ def assert_copy(copy: Path, found: Diagnosis, truth: Tensors) -> None:
         assert t.dtype == truth[name].dtype and torch.equal(t, truth[name]), name
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("legacy", [False, True])
 def test_a_torch_file_cut_anywhere_gives_exactly_the_tensors_that_are_whole(tmp_path: Path, legacy: bool) -> None:
     whole = tmp_path / "whole.pt"
@@ -228,6 +229,7 @@ def test_a_shard_that_is_none_leaves_the_others(tmp_path: Path, kind: str, index
     assert before == {p.name: p.read_bytes() for p in folder.iterdir()}
 
 
+@pytest.mark.slow
 def test_a_safetensors_file_cut_anywhere(tmp_path: Path) -> None:
     truth = {"a": torch.randn(10, 3), "b": torch.randn(5).bfloat16(), "c": torch.tensor(1.0), "d": torch.zeros(0)}
     save_file(truth, tmp_path / "whole.safetensors")
@@ -347,6 +349,7 @@ CUT = (
 )  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("case", "file"), CUT, ids=lambda x: x.partition("/")[0] if isinstance(x, str) else "")
 def test_what_is_whole_in_a_folder_with_a_cut_file_is_what_it_was(tmp_path: Path, case: str, file: str) -> None:
     truth = digests(peers.FIXTURES / case / "ckpt")

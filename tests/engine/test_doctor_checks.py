@@ -96,6 +96,7 @@ def test_a_kind_has_one_definition() -> None:
         define_kind("nan", 1, "", "what-is-recognised")
 
 
+@pytest.mark.slow
 def test_mypy_refuses_a_kind_that_nobody_has_defined(tmp_path: Path) -> None:
     pytest.importorskip("mypy")
     path = tmp_path / "kinds.py"

@@ -32,6 +32,7 @@ def masters(path: Path, **how: Any) -> list[Finding]:
     return [f for f in doctor(path, read_data=True, **how).findings if f.kind == "masters"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", SOUND)
 def test_masters_of_every_trainer_round_to_their_weights(case: str) -> None:
     assert masters(FIXTURES / case) == []

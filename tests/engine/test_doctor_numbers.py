@@ -132,6 +132,7 @@ def test_second_moments_below_zero_and_weights_of_one_number(tmp_path: Path) -> 
     assert not found.sound
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("to", ["full", "dcp", "zero1", "zero3", "universal", "fsdp1", "torch_checkpointing"])
 @pytest.mark.parametrize("workers", [None, 2])
 def test_a_conversion_stops_at_an_average_of_squares_below_zero(to: str, workers: int | None, tmp_path: Path) -> None:

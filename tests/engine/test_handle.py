@@ -75,6 +75,7 @@ def words(t: Tensor) -> Any:
     return t.contiguous().view(kind).numpy() if t.ndim else t.reshape(1).view(kind).reshape(()).numpy()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("label", [*ALL, ARCHIVE])
 def test_every_tensor_of_every_layout_is_that_of_the_job(label: str) -> None:
     opened, truth = opened_of(label)

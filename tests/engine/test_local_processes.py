@@ -81,6 +81,7 @@ def test_workers_have_the_environment_and_the_folder_of_the_parent(
     assert local.submit(functions.environment, "SOMETHING").result() == f"x {tmp_path}"
 
 
+@pytest.mark.slow
 def test_two_hundred_answers_of_a_megabyte(either: LocalProcesses) -> None:
     futures = [either.submit(functions.big, str(i % 10)) for i in range(200)]
     assert all(f.result() == str(i % 10) * 1_000_000 for i, f in enumerate(futures))

@@ -626,6 +626,7 @@ def test_a_weight_that_is_used_outside_its_layer_is_never_what_memory_held(
 # ---------------------------------------------------------------------------------------------------- the command line
 
 
+@pytest.mark.slow
 def test_the_command_prints_and_writes_what_it_found(saved: Callable[[str], Path], tmp_path: Path) -> None:
     a = saved("llama")
     b = changed(a, tmp_path / "b", FAULTS["eps"].change)

@@ -110,6 +110,7 @@ def test_every_layout_that_is_written_is_tried() -> None:
     assert set(TARGETS) | untried == {x.name for x in layouts().values() if x.write is not None}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("to", TARGETS)
 @pytest.mark.parametrize("source", [FSDP2, ZERO3, FULL, FIXTURES / "awkward_w3" / "ckpt"], ids=lambda p: p.parent.name)
 def test_parts_have_the_bytes_of_one_pass(source: Path, to: str, tmp_path: Path) -> None:
@@ -127,6 +128,7 @@ def test_parts_have_the_bytes_of_one_pass(source: Path, to: str, tmp_path: Path)
     assert contents(tmp_path / "one" / name) == contents(tmp_path / "many" / name)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("source", "to", "how"),
     [
@@ -152,6 +154,7 @@ def test_options_give_workers_the_bytes_of_one_pass(source: str, to: str, how: d
     assert contents(tmp_path / "one" / "out") == contents(tmp_path / "many" / "out")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("to", ["dcp", "full", "hf", "zero3"])
 def test_on_a_network_file_system_the_coordinator_writes_shared_pages(
     to: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -224,6 +227,7 @@ def parts_of(to: str, tmp_path: Path) -> list[parts.WorkPart]:
         return parts.cut_draft(planned.draft)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("to", ["dcp", "full", "zero3"])
 def test_when_the_coordinator_dies_any_run_goes_on(to: str, tmp_path: Path) -> None:
     def die(i: int, request: dict[str, Any]) -> None:

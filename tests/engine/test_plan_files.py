@@ -51,6 +51,7 @@ def sizes_of(path: Path) -> dict[str, int]:
     return {n: size for n, size in names.items() if n != "ckpttool.json"}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("to", WRITTEN)
 def test_a_plan_and_its_run_agree_for_every_layout(to: str, tmp_path: Path) -> None:
     out = tmp_path / FILES.get(to, "out")
@@ -228,6 +229,7 @@ HOSTILE: dict[str, tuple[Callable[[dict[str, Any]], object], type[CkpttoolError]
 }  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("what", HOSTILE)
 def test_a_plan_that_was_edited_is_refused(what: str, desk: Path) -> None:
     plan = planned(desk, "--to", "dcp", "-n", "2")

@@ -185,6 +185,7 @@ def test_transformers_has_the_same_codes_and_loads_the_numbers(kind: str, models
     assert any(f"{len(coded)} weights are fp8-block now; against the source, the error is 2." in n for n in done.notes)
 
 
+@pytest.mark.slow
 def test_ranks_and_workers_give_the_same_bytes_and_errors(models: Path, tmp_path: Path) -> None:
     """Experts that are one parameter in memory, cut by three ranks inside of blocks, and filled by two workers; each of the three processes
     asks transformers for the names, which takes the time."""

@@ -453,6 +453,7 @@ def test_a_file_of_two_steps_is_freed_with_the_last(tmp_path: Path) -> None:
     assert planned.freed == done.freed == 2 * whole - size
 
 
+@pytest.mark.slow
 def test_killed_at_any_call_it_leaves_each_step_whole_or_gone() -> None:
     assert prunes.torture(9, first=1000, finders=False) == []
 

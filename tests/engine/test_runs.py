@@ -197,6 +197,7 @@ def test_one_step_is_read_for_all_whose_files_have_equal_names(tmp_path: Path, m
     assert {s.world_size for s in found.steps if s.name != "step-20b"} == {3}
 
 
+@pytest.mark.slow
 def test_a_run_in_a_store_is_listed_with_few_requests(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     s3 = moto()
     url = s3.bucket(monkeypatch)

@@ -52,6 +52,7 @@ REPLICATED = (
 )  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("case", "lost"), REPLICATED, ids=str)
 def test_what_other_ranks_have_copies_of_is_exact(tmp_path: Path, case: str, lost: tuple[str, ...]) -> None:
     folder = damaged(case, tmp_path / "d", *lost)
@@ -268,6 +269,7 @@ def test_random_states_of_some_ranks(tmp_path: Path) -> None:
     assert (one.kind, one.severity) == ("random-states", "note") and "rank 0" in one.text
 
 
+@pytest.mark.slow
 def test_a_damaged_checkpoint_in_a_store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The same findings as on a disk, and a copy on the disk."""
     url = moto().bucket(monkeypatch)

@@ -45,6 +45,7 @@ def saved(tmp_path: Path) -> Path:
     return tmp_path / "a.pt"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("path", LAYOUTS)
 def test_tensors_of_a_part_have_the_digests_that_they_have_in_the_whole(path: str) -> None:
     whole = ckpttool.digest(FIXTURES / path).tensors

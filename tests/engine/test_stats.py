@@ -76,6 +76,7 @@ def all_statistics(top: Path, depth: int = 3) -> Iterator[tuple[Path, dict[str, 
                 yield from all_statistics(path, depth - 1)
 
 
+@pytest.mark.slow
 def test_every_tensor_of_every_fixture_has_the_statistics_that_numpy_computes_and_the_page_shows_them() -> None:
     tensors = opened = 0
     layouts, dtypes = set(), set()

@@ -395,6 +395,7 @@ def test_a_snapshot_in_the_cache_of_the_hub(tmp_path: Path) -> None:
     assert set(rows(snapshot)) == {"scheduler.pt"}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("to", ["dcp", "full", "hf", "zero3", "zero1", "universal", "fsdp1", "audit"])
 def test_what_ckpttool_writes_has_nothing_beside_it(to: str, tmp_path: Path) -> None:
     out = tmp_path / ("x.pt" if to == "full" else "x.tar.zst" if to == "audit" else "x")

@@ -213,6 +213,7 @@ def test_what_lightnings_callback_writes(tmp_path: Path) -> None:
         assert any("is the average already" in note for note in done.notes) == (key != "current_model_state")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", sorted(p.name for p in AVERAGES.glob("schedulefree_*")))
 @pytest.mark.parametrize("most", [1 << 20, 13])
 def test_x_of_schedule_free_has_the_bits_of_eval(
@@ -304,6 +305,7 @@ def test_an_average_in_a_file_beside_the_checkpoint(tmp_path: Path) -> None:
         ckpttool.convert(folder, tmp_path / "no", to="hf", weights="ema")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("form", ["a dict", "a slot", "asgd"])
 def test_averages_in_a_sharded_checkpoint(form: str, tmp_path: Path) -> None:
     torch.manual_seed(0)

@@ -42,6 +42,7 @@ def both(data: bytes, lists: CommonLists) -> tuple[Any, Any]:
     return out[0], out[1]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("shards", [40, 1000, 1001])  # CPython appends a thousand items at a time
 def test_a_list_of_all_ranks_is_read_once(shards: int) -> None:
     lists = CommonLists()

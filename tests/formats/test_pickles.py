@@ -350,6 +350,7 @@ def test_an_unknown_protocol_is_corrupt() -> None:
     assert refusal(b"\x80\x06N.", Corrupt) == "pickle: pickle protocol 6."
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("op", [b"\x85", b"]\x61"])
 def test_nesting_without_bound_is_refused(op: bytes) -> None:
     data = deep(300_000) if op == b"\x85" else b"]" * 100_000 + b"a" * 99_999
@@ -676,6 +677,7 @@ _ENDLESS = {
 }  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", _ENDLESS)
 def test_work_that_no_pickler_leaves_is_refused_early(name: str) -> None:
     began = time.process_time()
@@ -684,6 +686,7 @@ def test_work_that_no_pickler_leaves_is_refused_early(name: str) -> None:
     assert time.process_time() - began < 4  # 1.5 for the one with the most, alone on a core
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("protocol", [2, 4])
 def test_large_tables_of_a_training_state_are_read(protocol: int) -> None:
     values = {
@@ -704,6 +707,7 @@ def test_a_key_that_is_twice_among_many_is_refused() -> None:
             pickles.load(b"\x80\x02}" + batches + b".")
 
 
+@pytest.mark.slow
 def test_storages_pay_for_instructions(monkeypatch: pytest.MonkeyPatch) -> None:
     """A vocabulary is as long as its embedding, so a file with tensors may have larger tables."""
     monkeypatch.setattr(pickles, "_BUDGET", 300_000)

@@ -95,6 +95,7 @@ def module(modules: dict[str, Any], parameters: dict[str, Any] | None = None, pa
     return out
 
 
+@pytest.mark.slow
 def test_a_module_that_no_torch_pickles_is_refused_in_bounded_time() -> None:
     inner = module({}, {"w": 1})
     for i in range(25):

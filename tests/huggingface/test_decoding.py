@@ -75,6 +75,7 @@ def dequantised(tmp_path: Path, tensors: dict[str, Tensor], dtype: str | None = 
 # --------------------------------------------------------------------------------------------------- compressed-tensors
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [*DTYPES, None])
 @pytest.mark.parametrize("case", CASES)
 def test_numbers_are_those_of_compressed_tensors(case: str, dtype: str | None, tmp_path: Path) -> None:
@@ -105,6 +106,7 @@ SUFFIXES = {"full": "out.pt", "audit": "out.tar.zst"}
 PAIRS = [(case, (list(TARGETS) * 2)[i % 8 + 2 * k]) for i, case in enumerate(CASES) for k in range(3)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("case", "to"), PAIRS)
 def test_every_layout_takes_the_numbers(case: str, to: str, tmp_path: Path) -> None:
     source, out = FIXTURES / "quantised" / case, tmp_path / SUFFIXES.get(to, "out")
@@ -116,6 +118,7 @@ def test_every_layout_takes_the_numbers(case: str, to: str, tmp_path: Path) -> N
         assert not [n for n in got if n.endswith(("_scale", "_packed", "_shape", "_zero_point"))]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("case", "to"), [(c, t) for c, t in PAIRS if t in ("dcp", "full", "hf", "audit")])
 def test_without_it_codes_are_carried_and_never_cast(case: str, to: str, tmp_path: Path) -> None:
     source, out = FIXTURES / "quantised" / case / "ckpt", tmp_path / SUFFIXES.get(to, "out")
@@ -538,6 +541,7 @@ def test_memory_does_not_grow_with_a_tensor(kind: str, tmp_path: Path) -> None:
     assert (tmp_path / "out.safetensors").stat().st_size > 4 * rows * columns
 
 
+@pytest.mark.slow
 def test_what_inspect_counts_takes_time_in_proportion(tmp_path: Path) -> None:
     """16,000 weights; a search among all of them for each took minutes."""
     small = {

@@ -122,6 +122,7 @@ def test_a_scheme_is_recognised_with_all_that_belongs_to_it(scheme: str) -> None
     assert found.summary() == f"1 of 4 weights are codes: {called}, scales in {last}"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layout", [as_hf, as_dcp, as_full])
 def test_no_cast_touches_codes_or_their_scales(
     scheme: str, layout: Callable[[Path, dict[str, torch.Tensor]], Path], tmp_path: Path
@@ -428,6 +429,7 @@ def test_experts_that_are_codes_keep_the_names_that_their_scales_have(tmp_path: 
     assert set(load_file(tmp_path / "out" / "model.safetensors")) == set(tensors)
 
 
+@pytest.mark.slow
 def test_recognition_takes_time_in_proportion_to_the_number_of_tensors() -> None:
     one, dtypes = Chunks(2), ("float8_e4m3fn", "float32")
 

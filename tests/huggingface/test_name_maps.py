@@ -134,6 +134,7 @@ def test_the_next_steps_have_the_losses_of_the_other(case: Case, mapped: Path) -
     assert losses == pytest.approx(expected(case.name)[1]["next"], abs=1e-6, rel=0)
 
 
+@pytest.mark.slow
 def test_the_way_back_is_what_the_other_wrote(case: Case, mapped: Path, tmp_path: Path) -> None:
     ckpttool.convert(mapped, tmp_path / "back", map=case.back, config=str(folder_of(case.name)), to="dcp", world_size=1)
     found = ckpttool.diff(case.path, tmp_path / "back")

@@ -8,6 +8,7 @@ from math import prod
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
@@ -230,6 +231,7 @@ def onion(n: int) -> list[Box]:
     return [*out, ((r, c), (h - r, h - c))]
 
 
+@pytest.mark.slow
 def test_chunks_that_no_mesh_makes_are_proven_or_refused_in_time_that_is_linear_in_their_number() -> None:
     n = 8_000
     side = n // 2 + 1

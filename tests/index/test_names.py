@@ -578,6 +578,7 @@ def test_an_entry_inside_another_one_is_refused() -> None:
     check_no_leaf_inside_leaf([("a", "b"), ("a", "b.c"), ("a.b",), ("b", 0), ("b", 1)])
 
 
+@pytest.mark.slow
 @given(
     st.recursive(
         st.integers(), lambda x: st.dictionaries(st.text(max_size=2), x, min_size=1, max_size=3)

@@ -82,6 +82,7 @@ LAYOUTS: dict[str, int | None] = {
 }  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("to", LAYOUTS)
 def test_a_conversion_there_and_on_loses_and_changes_nothing(source: Path, tmp_path: Path, to: str) -> None:
     there, on = tmp_path / ("x.pt" if to == "full" else "x"), tmp_path / "dcp"

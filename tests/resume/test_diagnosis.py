@@ -96,6 +96,7 @@ CAUSES = {
 }  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", FAULTS)
 def test_every_family_of_faults_has_its_name_first(family: str) -> None:
     found = first(reference_of(family), FAULTS[family][0](reference_of(family)))
@@ -105,6 +106,7 @@ def test_every_family_of_faults_has_its_name_first(family: str) -> None:
     assert found.evidence
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", FAULTS)
 def test_a_fault_has_few_causes_and_none_that_is_made_up(family: str) -> None:
     found = kinds(reference_of(family), FAULTS[family][0](reference_of(family)))
@@ -129,6 +131,7 @@ BLIND = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", BLIND)
 def test_numbers_alone_tell_the_part_that_is_wrong(family: str) -> None:
     a = blind(job(first=1))

@@ -51,6 +51,7 @@ def times(first: float, second: float) -> Callable[[Tree], None]:
     return change
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("first", "second", "text"),
     [
@@ -87,6 +88,7 @@ def test_a_scale_that_the_scaler_has_is_named_though_it_is_small(original: Any, 
         assert "multiplied by the loss scale, 16" in blamed(reference, got, opened=(a, b))[0].text
 
 
+@pytest.mark.slow
 def test_bias_correction_is_that_of_each_group_and_step(original: Any, tmp_path: Path) -> None:
     slow = set(FQNS[10:])
 
@@ -141,6 +143,7 @@ def close(t: Any) -> None:
     ).exp()  # averages of squares stay above 0
 
 
+@pytest.mark.slow
 def test_moments_of_another_step_are_called_moments(both: Any) -> None:
     def change(tree: Tree) -> None:
         for s in tree["optim"]["state"].values():
@@ -214,6 +217,7 @@ def test_averages_that_were_loaded_as_weights_have_a_fingerprint() -> None:
     assert [c.kind for c in blamed(a, b)] == ["weights-differ"]
 
 
+@pytest.mark.slow
 def test_averages_that_were_rounded_are_recognised_by_their_values(tmp_path: Path) -> None:
     with (
         files(tmp_path, "a", with_averages) as a,
@@ -239,6 +243,7 @@ def with_adapter(change: Callable[[Tree], None] | None = None) -> Callable[[Tree
     return act
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("wrong", "kind"), [(False, "lora-merged"), (True, "unrelated")])
 def test_an_adapter_that_was_merged_and_kept_is_recognised(wrong: bool, kind: str, tmp_path: Path) -> None:
     def merged(tree: Tree) -> None:
@@ -268,6 +273,7 @@ def tensors(n: str) -> bool:
     return not n.endswith(".step")
 
 
+@pytest.mark.slow
 def test_a_stale_file_is_named_with_its_rank(both: Any) -> None:
     (found,) = both(rank1, tensors)
     assert (found.kind, found.text) == (
@@ -285,6 +291,7 @@ def test_a_stale_file_is_named_though_only_some_tensors_were_read(both: Any, mon
     assert "109 tensors were not read; all have a part in it" in found.evidence
 
 
+@pytest.mark.slow
 def test_a_copy_in_one_file_shows_which_file_of_the_reference_was_read_wrongly(original: Any, tmp_path: Path) -> None:
     with files(tmp_path, "a") as a, files(tmp_path, "b", rank1), ckpttool.open(tmp_path / "b.pt") as b:
         (found,) = blamed(job(), edit_state(job(), tensors), opened=(a, b))
@@ -331,6 +338,7 @@ def test_two_files_that_are_exchanged_are_named(both: Any) -> None:
     )  # fmt: skip
 
 
+@pytest.mark.slow
 def test_two_files_of_another_step_are_not_called_exchanged(both: Any) -> None:
     def stale(one: Any, two: Any, old: Any) -> None:
         close(one)
@@ -355,6 +363,7 @@ def test_half_of_the_tensors_of_a_file_do_not_make_it_the_cause(both: Any) -> No
     assert "one-file" not in [c.kind for c in found]
 
 
+@pytest.mark.slow
 def test_a_file_with_everything_in_it_is_no_cause(tmp_path: Path) -> None:
     for name, change in (("a", None), ("b", rank1)):
         files(tmp_path, name, change).close()

@@ -339,6 +339,7 @@ def test_a_reference_of_an_earlier_recorder_is_judged_by_norms_and_the_report_sa
     }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["weights", "optimizer", "buffers"])
 def test_what_is_left_after_the_steps_is_equal_on_the_same_ranks_and_within_a_bound_on_others(kind: str) -> None:
     name = {"weights": f"model.{FQNS[2]}", "optimizer": f"optim.state.{FQNS[2]}.exp_avg", "buffers": "model.seen"}[kind]
@@ -541,6 +542,7 @@ def reference_of(family: str) -> Trace:
     return job(tied=ties)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", FAULTS)
 def test_every_family_of_faults_fails_the_checks_that_see_it_and_no_others(family: str) -> None:
     change, expected = FAULTS[family]
@@ -555,6 +557,7 @@ def test_every_family_of_faults_fails_the_checks_that_see_it_and_no_others(famil
     }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "family", sorted(set(FAULTS) - {"clipping off", "one bit of a weight", "step off by one", "untied"})
 )
@@ -773,6 +776,7 @@ def drop(values: dict[str, Any], others: dict[str, Any], start: str) -> None:
             del held[n]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fault", BESIDE)
 def test_state_beside_model_and_optimizer_that_is_lost_or_other_fails_its_check_alone(fault: str) -> None:
     spoil, check, text = BESIDE[fault]
@@ -961,6 +965,7 @@ def test_other_data_by_name_is_not_compared_unless_the_batches_are_equal() -> No
     assert verdicts(a, b)["step1.batch"] == "fail"
 
 
+@pytest.mark.slow
 def test_steps_are_matched_by_number() -> None:
     a, b = job(first=1), job()
     assert failing(a, b) == set()

@@ -676,6 +676,7 @@ def test_a_page_has_everything_that_a_person_asks_for() -> None:
 NUMBERS = st.none() | st.floats() | st.sampled_from([0.0, -0.0, 5e-324, 1.7e308, -1.7e308, 1e-300, 2.5])
 
 
+@pytest.mark.slow
 @settings(max_examples=150)
 @given(st.lists(st.tuples(NUMBERS, NUMBERS, NUMBERS, NUMBERS), max_size=6), st.lists(st.floats(), max_size=6))
 def test_no_number_is_too_odd_to_be_shown(numbers: list[tuple[float | None, ...]], bounds: list[float]) -> None:

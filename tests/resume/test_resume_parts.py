@@ -183,6 +183,7 @@ def test_a_fingerprint_is_the_sum_of_its_definition() -> None:
 DTYPES = [torch.float32, torch.bfloat16, torch.float64, torch.uint8, torch.bool, torch.int64, torch.complex64, torch.complex128, torch.float8_e4m3fn]  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", DTYPES)
 @given(st.lists(st.integers(1, 6), min_size=0, max_size=4), st.integers(0, 3), st.integers(0, 6))
 def test_boxes_of_any_cut_add_up_to_the_whole(dtype: torch.dtype, shape: list[int], dim: int, at: int) -> None:
