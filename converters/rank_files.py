@@ -22,6 +22,7 @@ from typing import Any, NamedTuple
 from ckpttool.errors import CkpttoolError, Corrupt, Unsupported
 from ckpttool.formats import stored_tensors, torch_zip
 from ckpttool.formats.common_lists import CommonLists
+from ckpttool.formats.crc import crc32
 from ckpttool.formats.pickles import Opaque, short
 from ckpttool.formats.sharded import Boxes, Shards, is_sharded, shards_of, stand_ins
 from ckpttool.formats.stored_tensors import StoredTensor
@@ -43,6 +44,7 @@ __all__ = [
     "assemble_tensor",
     "column_of_ranks",
     "compare_replicas",
+    "compute_crc",
     "first_difference",
     "first_replica",
     "format_step",
@@ -206,9 +208,10 @@ class RankParts:
 
 
 class _LoadedGroup(NamedTuple):
-    """The files of a group, unpickled: what each rank has of the model, of an optimizer, and of the rest."""
+    """The files of a group, unpickled: what each rank has in all, of the model, of an optimizer, and of the rest."""
 
     group: RankFileGroup
+    trees: list[Rank]
     model: list[Rank]
     optim: list[Rank]
     rest: list[Rank]
@@ -249,20 +252,26 @@ def read_rank_files(
                     f"{text}. The copy is incomplete; fetch the files of all ranks.",
                     code="CKPT0402",
                 )
+        rest = loaded.rest
         if loaded is model:
             out.model = loaded.model
-        else:  # another group of whole tensors is no second model
-            loaded.rest.extend(loaded.model)
+        elif loaded.model:  # another group of whole tensors is no second model
+            optim = [r.tree for r in loaded.optim]
+            rest = [
+                r._replace(tree={k: v for k, v in r.tree.items() if not any(v is x for x in optim)})
+                for r in loaded.trees
+            ]
         if loaded.optim:
             out.optimizers.append(loaded.optim)
-        if loaded.rest:
-            out.rest[group.pattern] = loaded.rest
+        if rest:
+            out.rest[group.pattern] = rest
     return out
 
 
 def _load_group(files: Files, group: RankFileGroup) -> _LoadedGroup:
-    """Unpickle the files of a group, and split each into model, optimizer and the rest. What a file of random states or
-    the like holds is put under the name of that state, as {"rng": ...}."""
+    """Unpickle the files of a group, and split each into model, optimizer and the rest. All that files hold which are
+    named like those of random states or schedulers is the rest; it is put under that name, as {"rng": ...}."""
+    trees: list[Rank] = []
     by: dict[str, list[Rank]] = {"model": [], "optim": [], "rest": []}
     side = SIDE.match(group.pattern)
     for rank, name in group.ranks.items():
@@ -271,9 +280,10 @@ def _load_group(files: Files, group: RankFileGroup) -> _LoadedGroup:
             tree = {side[1].lower() if side else group.pattern.partition("rank")[0].strip("_-.") or "rank": tree}
         elif side and side[1].lower() != "extra" and not tree.keys() & _KNOWN:
             tree = {side[1].lower(): tree}  # rng_rank0.pt is {"cpu": ..., "cuda": ...}
-        for role, part in _split_roles(tree, bool(side)).items():
+        trees.append(Rank(number, rank, tree))
+        for role, part in _split_roles(tree).items() if not side else [("rest", tree)]:
             by[role].append(Rank(number, rank, part))
-    return _LoadedGroup(group, by["model"], by["optim"], by["rest"])
+    return _LoadedGroup(group, trees, by["model"], by["optim"], by["rest"])
 
 
 def _model_group(files: Files, found: list[_LoadedGroup]) -> _LoadedGroup | None:
@@ -349,12 +359,9 @@ def _refuse_exchanged_files(files: Files, group: RankFileGroup, allow_equal_rank
     )
 
 
-def _split_roles(tree: dict[Any, Any], side: bool) -> dict[str, Any]:
+def _split_roles(tree: dict[Any, Any]) -> dict[str, Any]:
     """Split what a rank's file holds by role; return {role: the part of `tree` that has it}, with those of the roles
-    "model", "optim" and "rest" that it has.
-
-    `side` is whether the file is named like one of random states, schedulers or the like, whose tensors are no weights.
-    """
+    "model", "optim" and "rest" that it has."""
     if "state" in tree and "param_groups" in tree:
         return {"optim": tree}
     whole = {k: v for k, v in tree.items() if k in (*_MODEL_KEYS, *_OPTIM_KEYS) and isinstance(v, dict)}
@@ -367,7 +374,7 @@ def _split_roles(tree: dict[Any, Any], side: bool) -> dict[str, Any]:
             out["optim"] = tree[optims[0]]
         rest = {k: v for k, v in tree.items() if k not in (*models[:1], *optims[:1], "shard_metadata")}
         return {**out, "rest": rest} if rest else out
-    if not side and any(is_sharded(v) or (isinstance(v, StoredTensor) and "float" in v.dtype) for v in tree.values()):
+    if any(is_sharded(v) or (isinstance(v, StoredTensor) and "float" in v.dtype) for v in tree.values()):
         return {"model": tree}  # random states are bytes
     return {"rest": tree}
 
@@ -382,7 +389,7 @@ def hold_state(source: Source, groups: list[RankFileGroup]) -> bool:
             tree = load(files, name)
         except CkpttoolError:
             return True  # what is wrong with it is not for detection to say
-        if isinstance(tree, dict) and {"model", "optim"} & _split_roles(tree, side=False).keys():
+        if isinstance(tree, dict) and {"model", "optim"} & _split_roles(tree).keys():
             return True
     return False
 
@@ -670,6 +677,7 @@ def merge_other_state(files: Files, groups: dict[str, list[Rank]], taken: Mappin
         Corrupt: the ranks are at different steps.
     """
     out: Leaves = {}
+    there = {p[0] for p in taken}
     for pattern, ranks in groups.items():
         found: list[Leaves] = []
         for r in ranks:
@@ -677,9 +685,7 @@ def merge_other_state(files: Files, groups: dict[str, list[Rank]], taken: Mappin
         tops = dict.fromkeys(p[0] for leaves in found for p in leaves)
         for top in tops:
             parts = [{p: x for p, x in leaves.items() if p[0] == top} for leaves in found]
-            head: Path = (
-                (top,) if (top,) not in taken and not any(p[0] == top for p in out) else ("extra", pattern, top)
-            )
+            head: Path = ("extra", pattern, top) if top in there or any(p[0] == top for p in out) else (top,)
             if len(ranks) == 1 or all(_equal_leaves(files, parts[0], p) for p in parts[1:]):
                 out.update({(*head, *p[1:]): x for p, x in parts[0].items()})
                 continue
@@ -709,17 +715,17 @@ def _equal_leaves(files: Files, a: Leaves, b: Leaves) -> bool:
     for path, x in a.items():
         y = b[path]
         if isinstance(x, TensorEntry) and isinstance(y, TensorEntry):
-            if (x.dtype, x.shape) != (y.dtype, y.shape) or _crc_or_bytes(files, x) != _crc_or_bytes(files, y):
+            if (x.dtype, x.shape) != (y.dtype, y.shape) or compute_crc(files, x) != compute_crc(files, y):
                 return False
         elif isinstance(x, TensorEntry) or isinstance(y, TensorEntry) or not same_value(x, y):
             return False
     return True
 
 
-def _crc_or_bytes(files: Files, t: TensorEntry) -> Any:
-    """Return what tells the bytes of a tensor from those of another: the CRC32 as a number, or the first 64 MiB."""
+def compute_crc(files: Files, t: TensorEntry) -> int:
+    """Return the CRC32 of a tensor that one file has whole: the stored one, else that of its first 64 MiB."""
     e = t.chunks[0].extent
     record = files.records.get((e.file, e.offset))
     if record is not None and record.extent.length == e.length:
         return record.crc32
-    return files.reader(e.file)(e.offset, min(e.length, 64 << 20))
+    return crc32(files.reader(e.file)(e.offset, min(e.length, 64 << 20)))

@@ -390,8 +390,8 @@ class _Reading:
         what each rank has there.
 
         Raises:
-            Corrupt: some ranks have something else. Unsupported: ranks have different ones, and `allow_equal_ranks` is
-                not set.
+            Corrupt: the first rank has no tensor there. Unsupported: ranks have tensors of different dtypes or shapes,
+                or other values; or different ones, and `allow_equal_ranks` is not set.
         """
         name = joined(path)
         (r, first), *others = column
@@ -400,21 +400,22 @@ class _Reading:
                 f'{self.files.path(r.file)}: "{name}" is {short(first)} there, and a tensor on other ranks.',
                 code="CKPT0412",
             )
-        whole = first.storage.length == first.span
+        comparable = first.storage.length == first.span and first.storage.crc32 is not None
         for other, x in others:
-            same = (
-                isinstance(x, StoredTensor)
-                and (x.dtype, x.shape) == (first.dtype, first.shape)
-                and first.storage.crc32 is not None
-            )
-            if not (same and whole and x.storage.crc32 == first.storage.crc32) and not self.options.allow_equal_ranks:
+            alike = isinstance(x, StoredTensor) and (x.dtype, x.shape) == (first.dtype, first.shape)
+            if alike and comparable and x.storage.crc32 == first.storage.crc32:
+                continue
+            if not alike or not self.options.allow_equal_ranks:
+                kinds = "" if alike else f" ({short(x)}, {short(first)})"
+                copies = f" If they are copies, use {argument('allow_equal_ranks', True)}: the first rank's are read."
                 raise Unsupported(
-                    f'{self.files.path(other.file)}: "{name}" is a plain tensor that differs from that of rank '
-                    f"{r.rank}, and no {METADATA} says whether they are copies or parts: the item was saved without a "
-                    f"resharder. If they are copies, use {argument('allow_equal_ranks', True)}: those of the first "
-                    "rank are taken.",
+                    f'{self.files.path(other.file)}: "{name}" differs from that of rank {r.rank}{kinds}, and no '
+                    f"{METADATA} says whether they are copies or parts: the item was saved without a resharder."
+                    f"{copies if alike else ''}",
                     code="CKPT0325",
                 )
+            if comparable:
+                self.files.notes.append(f"ranks differ in {name}: rank {r.rank}'s is read, rank {other.rank}'s is not")
         return self.files.entry(r.file, first)
 
     def _value_of_ranks(self, path: Path, column: list[tuple[Rank, object]]) -> dict[Path, object]:

@@ -385,6 +385,7 @@ def odd(where: list[Any], x: Any) -> Callable[[Any], None]:
             "is float16 on some ranks, and float32 on others",
         ),
         (odd(["optimizer", "state", 2, "step"], torch.tensor(4.0)), "is at another step than on other ranks"),
+        (odd(["optimizer", "state", 2, "step"], torch.tensor([4.0, 4.0])), "is at another step than on other ranks"),
         (
             odd(["optimizer", "state"], lambda state: {k: v for k, v in state.items() if k != 2}),
             "A rank lacks its part",

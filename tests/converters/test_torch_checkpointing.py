@@ -310,6 +310,11 @@ def test_plain_tensors_of_several_ranks_without_metadata_are_copies_or_refused(t
         ckpttool.open(tmp_path)
     with ckpttool.open(tmp_path, allow_equal_ranks=True) as opened:
         assert opened["model.w"].shape == (6,)
+        assert "ranks differ in model.w: rank 0's is read, rank 1's is not" in opened.checkpoint.notes
+    for other, shown in ((torch.zeros(7), "float32 tensor"), (3, "3, <float32")):
+        torch.save({"w": other}, tmp_path / "model_1.pt")
+        with pytest.raises(Unsupported, match=f"differs from that of rank 0 .*{shown}"):
+            ckpttool.open(tmp_path, allow_equal_ranks=True)
 
 
 def test_a_file_of_a_rank_is_answered_with_its_folder() -> None:

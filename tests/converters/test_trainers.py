@@ -168,6 +168,28 @@ def test_a_directory_of_verl_is_one_state_with_scheduler_and_rng_of_every_rank(t
         assert (opened.checkpoint.trainer, opened.checkpoint.world_size, opened.checkpoint.unread) == ("verl", 3, [])
 
 
+@pytest.mark.parametrize("same", (True, False))
+def test_an_entry_of_extra_state_that_is_named_like_the_model_takes_no_place_of_it(tmp_path: Path, same: bool) -> None:
+    folder, name = tmp_path / "step", "model.embed_tokens.weight"
+    shutil.copytree(VERL / "ckpt", folder)
+    before = ckpttool.digest(folder)
+    with ckpttool.open(folder) as opened:
+        values = opened.checkpoint.values
+    for rank in range(3):
+        file = folder / f"extra_state_world_size_3_rank_{rank}.pt"
+        held = torch.load(file, weights_only=False)
+        held["model"] = {name: torch.zeros(3) + (0 if same else rank), "n": 5}
+        torch.save(held | {"optimizer": {"lr": 0.5}}, file)
+    found = ckpttool.digest(folder)
+    at = "extra.extra_state_world_size_3_rank_*.pt"
+    shown = {f"{at}.model.{name}"} if same else {f"{at}.model.{k}.{name}" for k in range(3)}
+    assert found.tensors == before.tensors | {n: found.tensors[n] for n in shown}, "none is lost or replaced"
+    with ckpttool.open(folder) as opened:
+        here = opened.checkpoint.values
+    assert all(same_value(here[n].data, v.data) for n, v in values.items())
+    assert here["extra.optimizer.lr"].data == 0.5
+
+
 def global_step(path: Path, *models: str) -> Path:
     """What verl's trainer writes at a step: its models, and the state of torchdata's StatefulDataLoader."""
     for name in models:

@@ -28,12 +28,12 @@ from typing import Any, NamedTuple
 
 from ckpttool.engine.copy.tensor_digests import announce_proof, proof_digests
 from ckpttool.errors import Corrupt, Unsupported, argument
-from ckpttool.formats.crc import crc32
 from ckpttool.formats.pickles import Global, short
 from ckpttool.formats.stored_tensors import StoredTensor
 from ckpttool.index import boxes
 from ckpttool.index.checkpoint import Checkpoint, Chunks, Leaves, Path, TensorEntry, joined
 
+from ...rank_files import compute_crc
 from ..buckets import ALIGNED, Bucket, Segment, entries_of_parameters, slice_flat
 from ..keys import BUCKETS, MASTERS, MODEL_OF_2023, group_members
 from .ranks import OPTIMIZER_FILE, Parameter, RankedSave, RankFile, chained_optimizers
@@ -190,13 +190,10 @@ def _refuse_parameters_without_state(ranks: RankedSave, found: list[Bucket]) -> 
 
 
 def _step_identity(step: object, ranks: RankedSave) -> Any:
-    """Return what tells two steps apart: a number; for a tensor of one element its CRC32, which is as good for so few
-    bytes; None for any other tensor."""
-    if not isinstance(step, TensorEntry) or step.numel != 1:
-        return None if isinstance(step, TensorEntry) else step
-    file, offset, length = step.chunks[0].extent
-    record = ranks.files.records.get((file, offset))
-    return crc32(ranks.files.reader(file)(offset, length)) if record is None else record.crc32
+    """Return what tells two steps apart: a number; of a tensor its dtype, its shape, and its CRC32."""
+    if not isinstance(step, TensorEntry):
+        return step
+    return step.dtype, step.shape, compute_crc(ranks.files, step) if step.numel else 0
 
 
 def _parameter_key(r: RankFile, p: Parameter) -> str:
