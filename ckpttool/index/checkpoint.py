@@ -528,7 +528,7 @@ class Checkpoint:
     def without_source_facts(self) -> Checkpoint:
         """Return the same index without what holds for the bytes of the source alone: the digests that it records, the
         weights that its engine computes with, the order of its optimizer, and its trainer."""
-        return replace(self, origin={}, trainer=None, recorded={}, rounded={})
+        return replace(self, origin={}, trainer=None, recorded={}, recorded_values={}, rounded={})
 
     def part(self, holds: Callable[[str], bool]) -> Checkpoint:
         """Return the same checkpoint with nothing but the entries that `holds` is true of."""

@@ -37,8 +37,8 @@ def list_numbered(origin: Mapping[Path, Path]) -> tuple[str, ...]:
 
 
 def names_by_group(ckpt: Checkpoint) -> Groups | None:
-    """Return the FQNs in each param group, in the order of the optimizer; None where there are no groups, or where they
-    do not list names."""
+    """Return the FQNs in each param group, by its number; None where there are no groups, where they do not list names,
+    or where a number is missing."""
     lists: dict[int, list[Any]] = {}
     for v in ckpt.values.values():
         if v.option == "params":
@@ -46,7 +46,9 @@ def names_by_group(ckpt: Checkpoint) -> Groups | None:
             if not str(v.path[2]).isdecimal() or not all(isinstance(n, str) for n in names):
                 return None
             lists[v.group] = names
-    return tuple(tuple(lists[i]) for i in sorted(lists)) or None
+    if not lists or lists.keys() != set(range(len(lists))):
+        return None
+    return tuple(tuple(lists[i]) for i in range(len(lists)))
 
 
 def describe_group_differences(here: Groups, there: Groups) -> list[str]:
@@ -90,8 +92,8 @@ def regroup(ckpt: Checkpoint, groups: Groups) -> tuple[Checkpoint, list[str], li
     """Put the same optimizer state into other param groups: (checkpoint, names of entries that no group has room for,
     notes). Nothing is changed where the checkpoint has no groups that list names.
 
-    A new group gets the hyperparameters of the group that most of its parameters come from. State of parameters that
-    are in no new group is left out; so are groups that nothing here belongs to, if they would have no hyperparameters.
+    A new group gets the hyperparameters of the group that most of its parameters come from, or, if none of them is
+    here, those of the new group before it. State of parameters that are in no new group is left out.
 
     Args:
         groups: the new groups, as FQNs by group.
@@ -157,7 +159,8 @@ def regroup(ckpt: Checkpoint, groups: Groups) -> tuple[Checkpoint, list[str], li
     if any(q[:2] == _NAMED_PARAMETER and isinstance(p[0], int) for q, p in origin.items()):
         origin |= {(*_NAMED_PARAMETER, n): (k,) for n, k in numbers.items()}
     recorded = {n: d for n, d in ckpt.recorded.items() if n in tensors}
-    return replace(ckpt, tensors=tensors, values=values, origin=origin, recorded=recorded), left_out, notes
+    out = replace(ckpt, tensors=tensors, values=values, origin=origin, recorded=recorded, recorded_values={})
+    return out, left_out, notes
 
 
 def _differing_options(ckpt: Checkpoint, best: int, among: Sequence[int]) -> str:

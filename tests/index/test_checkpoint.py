@@ -13,6 +13,8 @@ import ckpttool
 from ckpttool.errors import Corrupt
 from ckpttool.index.check import check
 from ckpttool.index.checkpoint import ITEMSIZE, NOT_TORCHS, Checkpoint, Chunk, Chunks, TensorEntry, Value, joined
+from ckpttool.index.fqns import rename_parameters
+from ckpttool.index.param_groups import names_by_group
 from ckpttool.index.records import Extent
 
 
@@ -283,3 +285,32 @@ def test_a_folder_of_many_files_asks_for_the_layouts_once_or_twice(
     with pytest.raises(ckpttool.CkpttoolError, match="is not a checkpoint"):
         ckpttool.open(tmp_path)
     assert len(asked) < 5
+
+
+# ---------------------------------------------------------------------------------------------- names that it is kept by
+
+
+def test_whatever_names_a_parameter_has_its_new_name() -> None:
+    ckpt = checkpoint(tensor((2,), chunk((0,), (2,), 0, 8)))
+    path = ("optim", "param_groups", 0, "params")
+    ckpt.values = {joined(path): Value(path, ["w"]), "model.n": Value(("model", "n"), 3)}
+    ckpt.recorded, ckpt.recorded_values = {"model.w": "aa"}, {"model.n": "bb"}
+    ckpt.dequantized, ckpt.numeric_remainders = {"model.w": "model.codes"}, frozenset({"model.w"})
+    ckpt.numbered, ckpt.rounded = ("w",), dict(ckpt.tensors)
+    out, renamed = rename_parameters(ckpt, lambda name: f"a.{name}")
+    assert renamed == {"model.w": "model.a.w", "model.n": "model.a.n"}
+    assert out.values[joined(path)].data == ["a.w"] and out.numbered == ("a.w",)
+    assert (out.recorded, out.recorded_values) == ({"model.a.w": "aa"}, {"model.a.n": "bb"})
+    assert out.dequantized == {"model.a.w": "model.codes"} and out.numeric_remainders == {"model.a.w"}
+    assert out.tensors.keys() == out.rounded.keys() == {"model.a.w"}
+
+
+def test_groups_with_a_number_missing_list_no_names() -> None:
+    ckpt = checkpoint(tensor((2,), chunk((0,), (2,), 0, 8)))
+    for i in (0, 2):
+        path = ("optim", "param_groups", i, "params")
+        ckpt.values[joined(path)] = Value(path, [f"w{i}"])
+    assert names_by_group(ckpt) is None
+    path = ("optim", "param_groups", 1, "params")
+    ckpt.values[joined(path)] = Value(path, [])
+    assert names_by_group(ckpt) == (("w0",), (), ("w2",))
