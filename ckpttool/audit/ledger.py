@@ -42,7 +42,6 @@ from ..errors import (
     CkpttoolError,
     Corrupt,
     Differs,
-    NoSpace,
     RemoteError,
     Unsafe,
     Unsupported,
@@ -52,6 +51,7 @@ from ..errors import (
     note_change,
 )
 from ..storage import objects, urls
+from ..storage.destination_protocol import write_error
 from ..storage.local_file import sync_folder
 from .retention import format_time, parse_time
 
@@ -586,7 +586,7 @@ def _append_file(store: str, fd: int, facts: LedgerEntry) -> LedgerEntry:
 
     Raises:
         Corrupt: the last line is torn or altered. UsageError: the facts are not plain data, or too large.
-        NoSpace, CkpttoolError: the line cannot be written; the ledger is as it was.
+        CkpttoolError: the line cannot be written (NoSpace: for lack of room); the ledger is as it was.
     """
     path = _ledger_path(store)
     try:
@@ -594,16 +594,16 @@ def _append_file(store: str, fd: int, facts: LedgerEntry) -> LedgerEntry:
         entry, line = _make_entry(facts, _read_last_entry(fd, size, path))
         try:
             if os.write(fd, line) != len(line):
-                raise OSError(28, os.strerror(28))
-        except OSError as e:
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        except OSError:
             os.ftruncate(fd, size)  # what is our own, under our own lock
-            raise NoSpace(f"{path}: {e.strerror}. The entry was not written.", code="CKPT0801") from None
+            raise
         os.fsync(fd)
         if not size:
             sync_folder(store)
         return entry
     except OSError as e:
-        raise kind_of_failure(e)(f"{path}: {e.strerror}. The entry was not written.") from None
+        raise write_error(e, path, "The entry was not written.") from None
 
 
 def _read_last_entry(fd: int, size: int, what: str) -> LedgerEntry | None:

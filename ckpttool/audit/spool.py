@@ -11,7 +11,7 @@ import os
 import tempfile
 from collections.abc import Callable, Sequence
 
-from ..errors import Corrupt, NoSpace, argument
+from ..errors import Corrupt, NoSpace, argument, kind_of_failure
 from ..storage.destination_protocol import write_error
 from ..storage.source import Identity, Source
 from . import encryption
@@ -43,13 +43,15 @@ class Spool(Source):
         """Append plain bytes to the file.
 
         Raises:
-            NoSpace: they do not fit.
+            NoSpace: they do not fit. CkpttoolError: they cannot be written.
         """
         done = 0
         while done < len(data):
             try:
                 done += os.write(self._fd, data[done:])
             except OSError as e:
+                if kind_of_failure(e) is not NoSpace:
+                    raise write_error(e, self.root) from e
                 raise NoSpace(
                     f"{self.root}: the plain bytes of {self.name} do not fit ({e.strerror}); choose a larger "
                     f"{argument('scratch')}.",

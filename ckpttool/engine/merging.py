@@ -113,6 +113,7 @@ def open_merged(
             theirs = open_checkpoint(request.adapter, OpenOptions(only=options.only))
             opened.append(theirs)
             if options.only is not None and lora.find_lora(theirs.checkpoint) is None:  # it may be in another component
+                opened.pop().source.close()
                 theirs = open_checkpoint(request.adapter, OpenOptions())
                 opened.append(theirs)
         for part in opened:

@@ -88,7 +88,9 @@ def _read_log(
     """
     if os.path.isabs(file):
         folder, file = os.path.split(file)
-        source = open_source(folder)
+        with open_source(folder) as elsewhere:
+            yield from _read_log(elsewhere, file, key, steps, step_keys)
+        return
     if not source.exists(file):
         raise UsageError(
             f"{argument('keep_best')}: no step has a file {file}, and {source.root} has none.", code="CKPT0212"

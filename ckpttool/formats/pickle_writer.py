@@ -187,7 +187,8 @@ class _Pickler:
             self._memoize_identity(x)
             self._save_dict_items(x.items())
         elif type(x) is BackReference:
-            self.recall(x)
+            if not self.recall(x):
+                raise TypeError("a reference to an object that is not around it cannot be written to a checkpoint")
         elif isinstance(x, Opaque):
             self._save_instance(x)
         else:

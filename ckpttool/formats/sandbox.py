@@ -92,8 +92,9 @@ def stream_from_child(
             with suppress(BrokenPipeError), child.stdin as to:
                 for block in data:
                     to.write(block)
+            complete = False
             with child.stdout as out, suppress(EOFError):  # which is the child's, and it says why
-                found = receive(out)
+                found, complete = receive(out), True
         except BaseException:
             child.kill()
             raise
@@ -101,7 +102,7 @@ def stream_from_child(
             child.wait()
         stderr.seek(0)
         said = stderr.read().decode(errors="replace").strip()
-    if child.returncode:
+    if child.returncode or not complete:
         raise _error_of_child(child.returncode, said, argument, work_bytes, seconds, memory)
     return found
 
@@ -112,7 +113,7 @@ def _error_of_child(
     """Return the error that a child process failed with.
 
     Args:
-        status: its exit status, not 0.
+        status: its exit status; 0 where it returned too few bytes.
         message: what it wrote on stderr.
         argument, work_bytes: as `stream_from_child` was given them.
         seconds, memory: its limits, in seconds of CPU and in bytes.

@@ -115,6 +115,7 @@ class ObjectUpload:
             raise Unsupported(f"{redact_url(url)}: only S3 stores have object locks.", code="CKPT0340")
         self._to: PartsUpload | FileUpload
         self._left: list[tuple[str, str]] = []
+        self._pool: UploadPool | None = None
         if at is None:
             self._to = FileUpload(url, force=force, block_bytes=SIZES.part_bytes)
             self.locked = False
@@ -122,7 +123,7 @@ class ObjectUpload:
         if not force and at.head() is not None:
             raise exists_error(at.url)
         size = choose_part_bytes(expect_bytes, SIZES.part_bytes)
-        pool = UploadPool(max(1, SIZES.in_flight_bytes // size))
+        pool = self._pool = UploadPool(max(1, SIZES.in_flight_bytes // size))
         if isinstance(at, AzureObject):
             self._to = BlocksUpload(at, force=force, part_bytes=size, pool=pool)
         else:
@@ -185,6 +186,7 @@ class ObjectUpload:
         """
         self._remove_leftover_parts()
         self._to.commit()
+        self._end_threads()
 
     def abort(self) -> None:
         """Remove what was written. Never raises; the next run removes what could not be removed now."""
@@ -192,6 +194,12 @@ class ObjectUpload:
             self._to.abort()
         except (CkpttoolError, OSError):
             pass
+        self._end_threads()
+
+    def _end_threads(self) -> None:
+        """End the threads that send parts; nothing can be appended any more."""
+        if self._pool is not None:
+            self._pool.close()
 
 
 def upload_lost_error(url: str) -> RemoteError:

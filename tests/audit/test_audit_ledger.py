@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import multiprocessing
 import os
@@ -360,8 +361,18 @@ def test_a_full_disk_leaves_no_half_line(tmp_path: Path, monkeypatch: pytest.Mon
     path = filled(tmp_path, 2)
     before, write = path.read_bytes(), os.write
     monkeypatch.setattr(os, "write", lambda fd, data: write(fd, data[:40]))
-    with pytest.raises(NoSpace, match="not written"):
+    with pytest.raises(NoSpace, match="not written") as full:
         ledger.append_entry(str(tmp_path), "verify", "a")
+    assert full.value.code == "CKPT0801"
+
+    def fail(fd: int, data: bytes) -> int:
+        write(fd, data[:40])
+        raise OSError(errno.EIO, "Input/output error")
+
+    monkeypatch.setattr(os, "write", fail)
+    with pytest.raises(CkpttoolError, match=r"Input/output error \(errno 5\)\. The entry was not written") as failed:
+        ledger.append_entry(str(tmp_path), "verify", "a")
+    assert type(failed.value) is CkpttoolError, "a disk that fails is not full"
     monkeypatch.undo()
     assert path.read_bytes() == before
 

@@ -11,7 +11,10 @@ import torch
 from commands import ckpttool_here
 
 import ckpttool
-from ckpttool.engine.doctor import examine
+from ckpttool.engine.doctor import bundle, examine
+from ckpttool.errors import NotPermitted
+from ckpttool.options import OpenOptions
+from ckpttool.storage.source import Source
 
 SECRETS = ("hunter2", "s3cr3t", "31337", "acme-project")
 
@@ -66,6 +69,15 @@ def test_what_is_no_checkpoint_is_reported_too(tmp_path: Path) -> None:
     (tmp_path / "acme-project" / "notes.txt").write_text("hunter2")
     code, found = reported(tmp_path / "acme-project", tmp_path / "r.json")
     assert code == 3 and found["error"]["kind"] == "NotRecognised" and found["files"] == {"notes.txt": 7}
+
+
+def test_a_folder_that_cannot_be_listed_is_reported_too(folder: Path, tmp_path: Path) -> None:
+    def refuse(source: Source, name: str = "") -> list[str]:
+        raise NotPermitted(f"{source.root}/{name}: permission denied")
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Source, "list", refuse)
+        assert bundle.describe_checkpoint(str(folder), OpenOptions(), KeyError())["files"] == {}
 
 
 def test_a_bug_of_ours_is_reported_with_the_lines_it_came_from(

@@ -179,3 +179,8 @@ def test_common_lists_are_written_once_and_read_by_cpython() -> None:
         seen.append({id(p) for p in pieces if len(p) > 1000})
     assert len(seen[0]) == 2
     assert seen[0] == seen[1] == seen[2] != seen[3]
+
+
+def test_a_reference_to_an_object_that_is_not_around_it_is_not_written() -> None:
+    with pytest.raises(TypeError, match="a reference to an object that is not around it"):
+        pickle_writer.dump_pieces({"a": pickles.BackReference(3)})

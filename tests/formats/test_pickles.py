@@ -22,7 +22,7 @@ import uuid
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import IO, Any
 
 import numpy as np
 import pytest
@@ -31,7 +31,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ckpttool.errors import CkpttoolError, Corrupt, Unsafe
-from ckpttool.formats import pickle_writer, pickles
+from ckpttool.formats import pickle_writer, pickles, sandbox
 from ckpttool.formats.pickles import Global, Opaque
 
 PROTOCOLS = range(6)
@@ -724,3 +724,14 @@ def test_storages_pay_for_instructions(monkeypatch: pytest.MonkeyPatch) -> None:
 )  # fmt: skip
 def test_numbers_that_a_call_would_make_are_refused(made: Any) -> None:
     assert "ckpttool never runs" in refusal(pickle.dumps({"weight": made}))
+
+
+def test_a_child_that_returns_too_little_without_an_error_is_a_failure() -> None:
+    def receive(stream: IO[bytes]) -> bytes:
+        if len(got := stream.read()) < 9:
+            raise EOFError
+        return got
+
+    assert sandbox.stream_from_child("codecs:encode", "nine bytes", 1, [], receive) == b"nine bytes"
+    with pytest.raises(Corrupt, match="few: the reader failed"):
+        sandbox.stream_from_child("codecs:encode", "few", 1, [], receive)

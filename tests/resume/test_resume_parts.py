@@ -140,7 +140,8 @@ def test_lines_have_labels_and_are_cut_or_padded_with_labels_that_do_not_count(t
     ("name", "content", "said"),
     [("x.npy", np.ones((2, 3)), "float64"), ("x.npy", np.full((2, 3), 70), "tokens 70..70"), ("x.npy", b"nonsense", "plain .npy"),
      ("x.npy", np.array([None]), "plain .npy"), ("x.jsonl", b"", "no lines"), ("x.jsonl", b"[1]\n", "line 1"), ("x.txt", b"", "npy or .jsonl"),
-     ("x.jsonl", b'{"text": "a"}\n', "tokenizer")],
+     ("x.jsonl", b'{"text": "a"}\n', "tokenizer"),
+     ("x.jsonl", b'{"input_ids": [1, 2], "labels": [1]}\n', 'line 1: 1 "labels" for 2 "input_ids"')],
 )  # fmt: skip
 def test_data_that_is_none_is_refused_with_its_place(tmp_path: Path, name: str, content: Any, said: str) -> None:
     path = tmp_path / name
@@ -158,6 +159,13 @@ def test_data_of_build_is_a_function_or_a_sequence_and_no_iterator() -> None:
     assert batches.wrap_user_data(lambda i: {"input_ids": torch.tensor([i, i])})(3)["input_ids"].tolist() == [3, 3]
     with pytest.raises(UsageError, match="list_iterator"):
         batches.wrap_user_data(iter([1]))
+
+
+def test_a_recording_of_other_bytes_is_no_recording(tmp_path: Path) -> None:
+    file = tmp_path / "r.jsonl"
+    file.write_bytes(b'{"kind": "start"}\n\xff\xfe\n')
+    with pytest.raises(Corrupt, match="line 2: not a JSON object"):
+        read_reference(file)
 
 
 # ---------------------------------------------------------------------------------------------------- fingerprints

@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import traceback
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import PurePath
 from typing import Any
 
@@ -63,15 +64,12 @@ def _describe_error(error: Exception) -> dict[str, Any]:
 
 
 def _list_files(path: str) -> dict[str, int]:
-    """Return {name below the checkpoint: bytes} of its files, at most `_MOST_FILES`; {} if they cannot be listed."""
-    try:
-        where = layouts.place(path)
-    except CkpttoolError:
-        return {}
-    with where.source as source:
+    """Return {name below the checkpoint: bytes} of its files, until `_MOST_FILES` are found or a folder cannot be
+    listed."""
+    out: dict[str, int] = {}
+    with suppress(CkpttoolError), (where := layouts.place(path)).source as source:
         if where.file is not None:
             return {f"FILE{PurePath(where.file).suffix}": source.size(where.file)}
-        out: dict[str, int] = {}
         folders = [""]
         while folders and len(out) < _MOST_FILES:
             folder = folders.pop()
@@ -82,7 +80,7 @@ def _list_files(path: str) -> dict[str, int]:
                     folders.append(name)
                 else:
                     out[name] = size or 0
-        return out
+    return out
 
 
 def _describe_kind(x: object) -> str:

@@ -341,7 +341,7 @@ def _jsonl_rows(path: str, sequence: int | None, vocabulary: int | None, tokeniz
         try:
             found = parse(raw, path)
             ids = found["input_ids"] if "input_ids" in found else encode(found["text"])
-            return {"input_ids": [int(t) for t in ids], "labels": [int(t) for t in found.get("labels", ids)]}
+            row = {"input_ids": [int(t) for t in ids], "labels": [int(t) for t in found.get("labels", ids)]}
         except UsageError:
             raise
         except (Corrupt, Unsafe, ValueError, KeyError, TypeError, AttributeError):
@@ -350,6 +350,13 @@ def _jsonl_rows(path: str, sequence: int | None, vocabulary: int | None, tokeniz
                 "be.",
                 code="CKPT0217",
             ) from None
+        if len(row["labels"]) != len(row["input_ids"]):
+            raise UsageError(
+                f'{argument("data", path)}, line {k + 1}: {len(row["labels"]):,} "labels" for '
+                f'{len(row["input_ids"]):,} "input_ids"; give one for each.',
+                code="CKPT0217",
+            )
+        return row
 
     length = sequence or len(record(0)["input_ids"])
 

@@ -423,16 +423,16 @@ def _read_records(path: str | os.PathLike[str]) -> Iterator[tuple[int, dict[str,
     Raises:
         OSError: the file cannot be read. Corrupt: a whole line is not a JSON object.
     """
-    with open(path, encoding="utf-8") as f:
+    with open(path, "rb") as f:
         for number, line in enumerate(f, 1):
             if not line.strip():
                 continue
             try:
-                record = parse(line.encode("utf-8", "surrogatepass"), f"{os.fspath(path)}, line {number}")
+                record = parse(line, f"{os.fspath(path)}, line {number}")
             except (Corrupt, Unsafe):
                 record = None
             if not isinstance(record, dict):
-                if not line.endswith("\n"):
+                if not line.endswith(b"\n"):
                     continue  # the job was killed while it wrote this
                 raise Corrupt(f"{os.fspath(path)}, line {number}: not a JSON object.", code="CKPT0429")
             yield number, _parse_non_finite(record)
