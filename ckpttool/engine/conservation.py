@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 from ..errors import Differs
 from ..formats.pickles import short
-from ..index.checkpoint import Checkpoint, TensorEntry, Value
+from ..index.checkpoint import Checkpoint, TensorEntry, Value, joined
 from ..index.draft import Draft, Dropped
 from .copy.value_digests import data_digest, equal_values, split_lists, taken_apart, value_digest
 
@@ -300,7 +300,14 @@ def find_other_values(
         if n in draft.synthesized_values:
             if not equal_values(v, Value(v.path, draft.synthesized_values[n])):
                 faults.append(f'"{n}" is {short(v.data)} instead of {short(draft.synthesized_values[n])}')
-        elif n not in expected:
+        elif n not in expected and not _is_left_by_dropped(v, draft.dropped):
             faults.append(f'"{n}" is new')
     faults += [f'"{n}" is missing' for n in draft.synthesized_values if n not in of_layout and n not in there]
     return faults
+
+
+def _is_left_by_dropped(v: Value, dropped: Iterable[Dropped]) -> bool:
+    """Return whether a value is the None that keeps the positions of a list where an element was dropped, or all that
+    was in one."""
+    name = joined(v.path)
+    return v.data is None and type(v.path[-1]) is int and any(f"{d.name}.".startswith(f"{name}.") for d in dropped)

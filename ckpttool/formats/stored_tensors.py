@@ -93,10 +93,18 @@ class Size(tuple[int, ...]):
 
 
 def map_tensors(x: object, f: Callable[[StoredTensor], Any], of_size: Callable[[Size], Any] = lambda size: size) -> Any:
-    """Copy a tree of containers with every StoredTensor replaced by `f` of it, and every `Size` by `of_size` of it."""
+    """Copy a tree of containers with every StoredTensor replaced by `f` of it, and every `Size` by `of_size` of it.
 
+    Raises:
+        Unsupported: a storage is in it that no tensor is made of.
+    """
     if isinstance(x, StoredTensor):
         return f(x)
+    if isinstance(x, Storage):
+        raise Unsupported(
+            f"a value is, or holds, a bare storage of {x.length} bytes, which has no shape. Save it as a tensor.",
+            code="CKPT0307",
+        )
     if type(x) is Size:
         return of_size(x)
     return map_children(x, lambda part: map_tensors(part, f, of_size))
@@ -275,7 +283,10 @@ def inline_tensors(x: object, read_at: ReadAt, what: str, most: int = 64 << 20) 
         Unsupported: they have more.
         Corrupt: bytes do not match their CRC32.
     """
-    total = sum(max(t.storage.length, prod(t.shape) * ITEMSIZE[t.dtype]) for t in tensors_in(x))
+    try:
+        total = sum(max(t.storage.length, prod(t.shape) * ITEMSIZE[t.dtype]) for t in tensors_in(x))
+    except Unsupported as e:
+        raise Unsupported(f"{what}: {e}", code=e.code) from None
     if total > most:
         raise Unsupported(
             f"{what}: {total} bytes of tensors inside a container that is not a dict or list of tensors.",

@@ -140,6 +140,21 @@ def test_generated_states_are_conserved(first: int, tmp_path: Path) -> None:
     assert sum(row["status"] == "conserved" for row in found) > 5
 
 
+@pytest.mark.parametrize("beside", ({}, {"n": 3}))
+def test_an_element_of_a_list_that_is_dropped_leaves_the_others_where_they_were(
+    tmp_path: Path, beside: dict[str, int]
+) -> None:
+    w, x = torch.arange(6.0), range(3)
+    held = {"a": [w, x, w + 1], "b": [{"c": x}, {"d": w, "e": x}], "f": [w, [x], {"g": {"h": x}}, w], **beside}
+    torch.save({"model": {"w": w + 2}, "extra": held}, tmp_path / "in.pt")
+    done = ckpttool.convert(tmp_path / "in.pt", tmp_path / "out.pt", to="full", drop=True)
+    assert {name for name, _, _ in done.dropped} == {f"extra.{n}" for n in ("a.1", "b.0.c", "b.1.e", "f.1", "f.2.g.h")}
+    found = torch.load(tmp_path / "out.pt", weights_only=True)["extra"]
+    assert [None if x is None else len(x) for x in found["a"]] == [6, None, 6] and found["b"][0] is None
+    assert [x is None for x in found["f"]] == [False, True, True, False] and found["b"][1].keys() == {"d"}
+    ckpttool.verify(tmp_path / "out.pt", read_data=True)
+
+
 def test_an_element_that_full_cannot_hold_leaves_none_at_its_position(tmp_path: Path) -> None:
     torch.save({"model": {"w": torch.ones(2)}, "mine": [1, frozenset((2,)), {"a": 3}]}, tmp_path / "in.pt")
     done = ckpttool.convert(tmp_path / "in.pt", tmp_path / "out.pt", to="full", drop=True)

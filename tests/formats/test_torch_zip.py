@@ -628,3 +628,12 @@ def test_gather_is_what_numpy_makes_of_strides() -> None:
     raw = np.arange(12, dtype="<f4").tobytes()
     t = StoredTensor("float32", (4, 3), (1, 4), storage, 0)
     assert stored_tensors.gather_strided(raw, t) == np.arange(12, dtype="<f4").reshape(3, 4).T.tobytes()
+
+
+@pytest.mark.parametrize("zipped", (True, False))
+def test_a_bare_storage_is_refused_by_name(zipped: bool, tmp_path: Path) -> None:
+    bare = torch.arange(6.0).untyped_storage()
+    state = {"model": {"w": torch.ones(3)}, "extra": {"s": [1, bare]}}
+    torch.save(state, tmp_path / "s.pt", _use_new_zipfile_serialization=zipped)
+    with pytest.raises(Unsupported, match="holds, a bare storage of 24 bytes, which has no shape"):
+        ckpttool.open(tmp_path / "s.pt")
